@@ -14,8 +14,13 @@ from pathlib import Path
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def on_terminal(command: Sequence[str | Path], width: int, *, folder: Path | None = None) -> tuple[int, str]:
-    """The exit code of `python COMMAND` and its standard output on the terminal, without colours."""
+def on_terminal(
+    command: Sequence[str | Path], width: int, *, folder: Path | None = None, with_errors: bool = False
+) -> tuple[int, str]:
+    """The exit code of `python COMMAND` and its standard output on the terminal, without colours.
+
+    `with_errors`: standard error goes to the terminal too.
+    """
     reading_end, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -23,7 +28,7 @@ def on_terminal(command: Sequence[str | Path], width: int, *, folder: Path | Non
         [sys.executable, *map(str, command)],
         stdin=terminal,
         stdout=terminal,
-        stderr=subprocess.DEVNULL,
+        stderr=terminal if with_errors else subprocess.DEVNULL,
         cwd=folder,
         env={**environment, "TERM": "xterm-256color"},
     )

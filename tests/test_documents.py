@@ -32,7 +32,21 @@ NAMED_FILE = re.compile(r"(?<![\w/.<*-])((?:\w+/)*\w+\.(?:py|toml))\b(?![\w/])")
 EXAMPLES = {"FILE.toml", "train.py", "my_model.py", "trainstep.toml"}
 """Names of files of a user, which the repository does not have."""
 COMMAND = re.compile(r"`(trainstep [^`\n]+)`")
-RUNNING = {"bench", "attention", "op", "profile", "numerics", "memory", "parallel", "collectives", "sweep", "tune"}
+RUNNING = {
+    *(
+        "bench",
+        "attention",
+        "op",
+        "profile",
+        "explain",
+        "numerics",
+        "memory",
+        "parallel",
+        "collectives",
+        "sweep",
+        "tune",
+    ),
+}
 NOT_WHOLE = re.compile(r"[A-Z]{4,}|\.\.\.|--help|package\.module")
 """A command with a placeholder, or one that only shows help."""
 
@@ -112,6 +126,14 @@ SHOWN = {
 }
 
 
+IN_README = {command for command, _ in commands(ROOT / "README.md")}
+
+
+def reads_file(words: list[str]) -> bool:
+    """Whether a command of a verb that measures reads a trace or records instead."""
+    return "--from" in words or (words[0] == "explain" and len(words) > 1 and not words[1].startswith("--"))
+
+
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder of a reader: the repository's sweeps and results, and no GPU."""
@@ -126,11 +148,20 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_commands_run_on_a_cpu(
     command: str, reader: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Verbs that measure get --dry-run, which fails if a command needs a GPU and its line does not say so."""
+    """Verbs that measure get --dry-run, which fails if a command needs a GPU and its line does not say so.
+
+    Plans of the README run as they are; guides have searches that take longer.
+    """
     monkeypatch.setattr("trainstep.cli.app._run_by_srun", lambda *_: 0)  # tests/cli has a cluster for it
     words = shlex.split(command)[1:]
-    if words[0] in RUNNING and "--from" not in words and not SHOWN[command]:
+    if words[0] in RUNNING and not reads_file(words) and not SHOWN[command]:
         assert run([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    elif words[0] == "plan" and command in IN_README:
+        assert run(words) in (0, 1), capsys.readouterr().err
+    elif words[:2] == ["doctor", "--measure"]:  # tests/cli/test_doctor.py runs it
+        assert run(["doctor", "--device", "cpu"]) == 0, capsys.readouterr().err
+    elif words[0] == "explain" and reads_file(words) and Path(words[1]).exists():
+        assert run(words) == 0, capsys.readouterr().err
     elif words[0] in ("report", "compare") and "tensorboard" not in command:
         (reader / "runs").mkdir()
         for name in ("runs/end_to_end.jsonl", "before.jsonl", "after.jsonl"):

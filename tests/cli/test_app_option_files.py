@@ -6,6 +6,7 @@ import pytest
 
 from cell_maker import run_here
 from trainstep.cli import app
+from trainstep.config.sweep import VERBS
 from trainstep.records.store import Store
 
 
@@ -48,6 +49,8 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(
         ("parallel", 'sync = ["none", "flat"]\nranks = 2\nrounds = 2\n', 2),
         ("memory", 'recompute = ["none", "block"]\ncontext = [16, 32]\n', 4),
         ("profile", "top = 3\ncontext = [16, 32]\ngraph_replay = false\n", 2),
+        ("explain", "steps = 3\ncontext = [16, 32]\n", 2),
+        ("op", 'op = "rms_norm"\ndirection = ["forward", "both"]\n', 4),
         ("collectives", "mib = [1, 2.5]\nkib = 1\n", 3),
     ],
 )
@@ -64,6 +67,39 @@ def test_options_under_all_reach_the_verbs_that_have_them(folder: Path, capsys: 
     labels, err = planned(capsys, "attention", "--implementation", "plain")
     assert labels == ["seq 16", "seq 32"]
     assert err == "trainstep: options from trainstep.toml: seq=16,32\n"
+
+
+def test_every_verb_with_the_option_config_reads_it(capsys: pytest.CaptureFixture[str]):
+    """Explain had the option, and ignored the file."""
+    has_config = set[str]()
+    for verb in app._VERBS:
+        assert app.run([verb, "--help"]) == 0
+        if "│ --config " in capsys.readouterr().out:
+            has_config.add(verb)
+    assert has_config == set(VERBS) - {"tune"}
+
+
+def test_plan_takes_options_from_files(folder: Path, capsys: pytest.CaptureFixture[str]):
+    Path("o.toml").write_text("batch_size = [1, 2]\ncontext = 64\n")
+    Path("trainstep.toml").write_text('[all]\ncontext = 32\nwarmups = 3\n[plan]\ngpu = "h200"\n')
+    assert app.run(["plan", "--model", "tiny", "--config", "o.toml"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("All 2 fit h200; ")
+    assert err == "trainstep: options from o.toml: batch_size=1,2 context=64; trainstep.toml: gpu=h200\n"
+    assert app.run(["plan", "--model", "tiny", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("words", [("explain", "nowhere.jsonl"), ("plan", "--grade", "nowhere.jsonl")])
+def test_a_verb_that_reads_records_takes_no_defaults(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+):
+    Path("trainstep.toml").write_text("[all]\ncontext = 8\n")
+    assert app.run([*words]) == 2
+    assert "nowhere.jsonl" in capsys.readouterr().err
+    Path("o.toml").write_text("context = 8\n")
+    assert app.run([*words, "--config", "o.toml"]) == 2
+    assert "config: " in capsys.readouterr().err
 
 
 def test_a_sweep_ignores_defaults(folder: Path, capsys: pytest.CaptureFixture[str]):

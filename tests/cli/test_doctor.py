@@ -85,6 +85,8 @@ def test_a_machine_without_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, c
     printed = capsys.readouterr().out
     for words in ("none (no NVIDIA driver)", "2.13.0+cpu (CPU build)", "git", "C++ compiler", "records"):
         assert words in printed
+    assert printed.startswith("trainstep measures here on the CPU (")
+    assert ", where every verb but tune runs. Missing here: " in printed
     assert "\x1b" not in printed
 
 
@@ -118,6 +120,10 @@ def test_an_unknown_gpu_has_no_data_sheet(monkeypatch: pytest.MonkeyPatch, capsy
 def test_json_holds_device_gpus_and_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(monkeypatch, "NVIDIA H200", "NVIDIA H200", probe=WORKING)
     described = as_json(capsys)
+    assert next(iter(described)) == "answer"
+    [answer] = described["answer"]
+    assert answer["verdict"].startswith("trainstep measures here on 2 GPUs (NVIDIA H200).")
+    assert answer["suggestion"].startswith("`trainstep bench` times a step of small; `trainstep doctor --measure` ")
     assert described["problem"] is None
     assert described["device"] == "cuda"
     assert described["gpus"][0]["data_sheet"]["peak_flops"]["bf16"] == 990e12
@@ -136,6 +142,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="CPU build; install a build for CUDA 12"):
         verb.doctor(json=True)
     described = json.loads(capsys.readouterr().out)
+    assert described["answer"][0]["verdict"].startswith(f"trainstep cannot measure here: {described['problem']}")
     assert "570.86.15" in described["problem"]
     assert as_json(capsys, device="cpu")["problem"] is None
 
@@ -296,7 +303,9 @@ def test_a_calibration_is_kept_beside_the_ceilings_and_planned_with(
     monkeypatch.setattr(verb, "measure_calibration", calibrated)
     out = tmp_path / "here.jsonl"
     verb.doctor(measure=True, out=out)
-    assert "in bf16 matmuls" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("This machine reaches ")
+    assert "in bf16 matmuls" in printed
     assert [cell.workload for cell in asked] == ["calibration"]
     assert app.run(["plan", "--model", "tiny", "--calibration", str(out)]) == 0
     assert f"measured on NVIDIA H200, {out}" in capsys.readouterr().out

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from pseudo_terminal import on_terminal
 from sources import ROOT
 from trainstep.cli import app
+from trainstep.cli.running import grades
 
 RECORDS = Path(__file__).parents[2] / "results/h200"
 FITTING = ["plan", "--model", "large", "--gpu", "h200"]
@@ -181,6 +183,31 @@ def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, capsys: 
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1
     assert sentence in err[0]
+
+
+def test_a_long_grade_says_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A third of the bytes took ten seconds: twenty are left."""
+    clock, told = iter((0.0, 0.0, 2.0, 10.0)), list[str]()
+    monkeypatch.setattr(grades.time, "monotonic", lambda: next(clock))
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_text("x" * 4_000_000)
+    on_file = grades._progress(files, told.append)
+    for done in range(3):
+        on_file(done)
+    assert told == [
+        "predicting the steps of 3 files of records anew: about 30 s",
+        "2 of 3 files of records: about 5 s left",
+    ]
+
+
+def test_a_grade_on_a_terminal_fits_it(tmp_path: Path):
+    (tmp_path / "captured.jsonl").symlink_to(RECORDS / "captured.jsonl")
+    code, text = on_terminal(["-m", "trainstep", "plan", "--grade", "captured.jsonl"], 80, folder=tmp_path)
+    assert code == 0
+    assert text.startswith("Predicted peaks of ")
+    assert "| " not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_records_without_a_step_cannot_be_graded(capsys: pytest.CaptureFixture[str]):

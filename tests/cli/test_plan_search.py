@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainstep.cli import app
+from trainstep.cli.running.search import _told_by
 from trainstep.config.grid import grid_from_text
 from trainstep.config.machine import gpu_named
 from trainstep.config.parallel import ParallelConfig
@@ -54,6 +55,24 @@ def test_the_answer_comes_first_and_says_why_the_runner_up_lost(capsys: pytest.C
     for title in ("Single changes of the best", "What less memory costs in time", "What was searched"):
         assert title in out
     assert "combinations are allowed" in out
+
+
+def test_a_long_search_says_at_once_what_it_does_and_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert app.run([*SEARCH, *NARROW]) == 0
+    assert capsys.readouterr().err.splitlines()[0].startswith("searching by prediction, nothing runs: seconds")
+    told: list[str] = []
+    on_bounds = _told_by(told.append)
+    on_bounds(8, 40_000, 0.4)
+    on_bounds(8, 40_000, 3.0)
+    on_bounds(1, 9, 0.5)
+    assert told == [
+        "40,000 combinations on 8 ranks have a bound; predicting the best takes at most about 12 s",
+        "9 combinations on 1 rank have a bound; predicting the best takes at most about 2 s",
+    ]
+    assert app.run([*SEARCH, *NARROW, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_value_is_fixed_a_list_is_a_choice_and_the_rest_is_free(capsys: pytest.CaptureFixture[str]):

@@ -91,6 +91,20 @@ def test_the_count_of_a_stage_replaces_its_expected_time(clock: list[float], cap
     assert [line.rpartition("about ")[2] for line in lines] == ["8 min left", "7 min left", "6 min left"]
 
 
+def test_the_count_goes_on_while_interleaved_cells_take_turns(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    """Expected 20 s; each process takes 40 s, and the number of processes doubles because the machine is noisy."""
+    cells = [planted(name=name) for name in "ab"]
+    times = dict(zip([cell.key for cell in cells], expected(10, 10), strict=True))
+    with CellProgress(cells, times) as shown:
+        shown.finished(0, 2, [])
+        for count, of in ((1, "6 or more"), (2, "6"), (3, "6"), (6, "6"), (7, "12")):
+            clock[0] = 40 * (count - 1)
+            shown.tell(cells[count % 2], f"process {count} of {of}")
+            shown.tell(cells[count % 2], "warmup")
+    _, *lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("about ")[2] for line in lines] == ["4 min left", "3 min left", "50 s left", "4 min left"]
+
+
 def test_quiet_prints_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]):
     cell = planted(name="a")
     with CellProgress([cell], {cell.key: expected(5)[0]}, quiet=True) as shown:

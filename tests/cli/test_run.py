@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cell_maker import import_path
+from pseudo_terminal import on_terminal
 from trainstep.cli.app import run
 from trainstep.cli.run import split_words
 from trainstep.records.record import Record
@@ -187,3 +188,15 @@ def test_the_report_of_a_run_is_json_too(tmp_path: Path):
     assert report["answer"][0]["verdict"].startswith("Your step takes ")
     assert report["rows"][0]["steps_seen"] >= 4
     assert not list(tmp_path.glob("*.html"))
+
+
+@pytest.mark.slow
+def test_the_answer_and_its_tables_fit_a_terminal(tmp_path: Path):
+    """They are on standard error, which is the terminal; an earlier version printed lines of 200 characters there."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    code, text = on_terminal(["-m", "trainstep", "run", "train.py", "12"], 80, folder=tmp_path, with_errors=True)
+    assert code == 0
+    answer = text[text.index("Your step takes ") :]
+    assert max(map(len, answer.splitlines())) <= 80
+    assert "where the time of a step goes: train.py 12" in answer.lower()
+    assert "records: runs/run-" in answer

@@ -81,6 +81,16 @@ def test_an_answer_names_a_failure_and_a_remedy():
     assert "`trainstep memory --model xl --fit batch_size` finds the largest batch" in answer.suggestion
 
 
+def test_a_missing_package_is_named_once_and_in_few_words():
+    """On a narrow screen the answer's end was below the first screen: the cell's name and Python's words took four lines."""
+    message = (
+        "implementation: quack is not installed; pip install quack-kernels (import quack: No module named 'quack')"
+    )
+    missing = Failure(kind="import_error", phase="build", message=message)
+    verdict = answer_of(a_step("a", 10), a_step("b", 10, failure=missing), a_step("c", 10, failure=missing)).verdict
+    assert "failed: 2 import error (implementation: quack is not installed; pip install quack-kernels)." in verdict
+
+
 @pytest.mark.parametrize(
     "workload", ["train_step", "parallel", "memory", "numerics", "profile", "attention_tiles", "ceiling", "mine:W"]
 )

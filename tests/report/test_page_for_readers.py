@@ -18,6 +18,7 @@ from report.memory.test_tables import a_cell as memory_cell
 from report.numerics.test_page import numerics
 from report.profile.test_tables import profiled
 from trainstep.records.record import Record
+from trainstep.report.explain.budgets import explain_answers, explain_rows, explain_sections
 from trainstep.report.kit.rows import read_rows
 from trainstep.report.page import OPEN_PX, page
 
@@ -111,11 +112,37 @@ def test_narrow_and_wide_screens_show_the_whole_page(kind: str, width: int, reco
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize(
     "name",
-    ["end_to_end", "profile", "memory", "attention_hopper", "ddp_xl", "numerics", "all_reduce", "warmup", "tiles"],
+    [
+        "end_to_end",
+        "profile",
+        "memory",
+        "attention_hopper",
+        "ddp_xl",
+        "numerics",
+        "all_reduce",
+        "warmup",
+        "tiles",
+        "ops",
+    ],
 )
 def test_published_pages_begin_with_their_answer_and_are_short(name: str, width: int, browser: Browser):
+    check_first_screen(page(read_rows([RESULTS / f"{name}.jsonl"])), width, browser)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", ["ddp_xl", "profile"])
+def test_pages_of_explain_begin_with_their_answer_and_are_short(name: str, width: int, browser: Browser):
+    """An earlier page had a section a step and its first chart 5,800 pixels down."""
+    rows = read_rows([RESULTS / f"{name}.jsonl"])
+    explained, _ = explain_rows(rows)
+    text = page(rows, title="Why", lead=explain_sections(explained), lead_answers=explain_answers(explained))
+    check_first_screen(text, width, browser)
+
+
+def check_first_screen(text: str, width: int, browser: Browser) -> None:
+    """Check that the first answer is on the first screen, and on a wide one the first chart too, of at most six screens."""
     with screen_of(browser, width):
-        browser.open(page(read_rows([RESULTS / f"{name}.jsonl"])), wait=ALL_DRAWN)
+        browser.open(text, wait=ALL_DRAWN)
         legible(browser, width)
         assert browser.run("document.querySelector('.answer').getBoundingClientRect().bottom") < SCREEN_PX
         if width == 1280:

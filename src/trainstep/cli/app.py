@@ -63,6 +63,8 @@ _RUNNING = (
 """The verbs that run cells."""
 _ON_NODES = ("bench", "memory", "parallel", "collectives", "sweep")
 """The verbs that use all nodes of a launch."""
+_READ_FILES = ("--from", "--grade", "PATHS")
+"""The options and words that name files to read, with which nothing runs."""
 _COMPLETION = "Let the Tab key complete verbs and options, in bash, zsh or fish."
 _LONG_RUNS = "Check a long run first: `trainstep {0} --dry-run`. Limit its time: `trainstep {0} --budget-minutes 30`."
 _OPTION_FILES = (
@@ -214,8 +216,10 @@ def _run_by_srun(command: list[str], words: Sequence[str]) -> int:
 
 def _note_options(bound: "BoundArguments", words: str) -> None:
     """Show the user the options that came from files, and give them to the verb, which records them."""
-    _give(bound, defaults_from=words)
-    if not bound.arguments["how"].quiet:
+    if "how" in bound.signature.parameters:
+        _give(bound, defaults_from=words)
+    how: Any = bound.arguments.get("how")
+    if not (bound.arguments.get("quiet") if how is None else how.quiet):
         _say(f"options from {words}")
 
 
@@ -288,7 +292,8 @@ class OptionFiles:
     """Options that the command line leaves open, from `--config FILE` and then from ./trainstep.toml.
 
     It is a config of cyclopts, which is called after the command line was split into options, before their values are read.
-    `taken`: file -> the options that came from it, as text. A verb that reads a file (`--from`) runs nothing and takes no options.
+    `taken`: file -> the options that came from it, as text. A verb that reads files of records or a trace runs nothing and takes no
+    options.
     """
 
     def __init__(self) -> None:
@@ -308,10 +313,11 @@ class OptionFiles:
             for argument in arguments
             if argument.names[0].startswith("--") and argument.parameter.parse is not False
         }
-        if "from" in options and options["from"].tokens:
+        reads = [argument for argument in arguments if argument.names[0] in _READ_FILES]
+        if any(argument.tokens for argument in reads):
             return
         config_tokens = options["config"].tokens if "config" in options else []
-        known = options.keys() - {"config", "from"}
+        known = options.keys() - {"config", "from", "grade"}
         for file, texts in (
             *((token.value, options_of_file(Path(token.value), known)) for token in config_tokens),
             (str(DEFAULTS_FILE), default_options(commands[0], known)),

@@ -39,7 +39,7 @@ def doctor(
         With --measure: file of records to append the measurements to. `trainstep plan --calibration` takes it, and a report of it
         together with profiles draws their rooflines.
     json
-        Print JSON; with --measure it begins with `answer`.
+        Print JSON, which begins with `answer`.
     device
         auto, cuda, or cpu; with cpu, a GPU that cannot be used is not an error.
     quiet
@@ -69,19 +69,43 @@ def doctor(
                 _tell(f"{record.workload}: was not measured: {record.failure.message}", quiet=False)
         inspection = with_ceilings(inspection, ceilings)
         measured = answers(rows_of([(str(out or ""), record) for record in [*ceilings, *calibrated]]))
+    from trainstep.report.kit.answer import plain_answers, print_answers
+
+    found = [*measured, machine_answer(inspection, is_measured=bool(measured))]
     if json:
-        from trainstep.report.kit.answer import plain_answers
         from trainstep.report.kit.visible import ascii_json
 
-        print(ascii_json({"answer": plain_answers(measured), **inspection} if measure else inspection, indent=2))
+        print(ascii_json({"answer": plain_answers(found), **inspection}, indent=2))
     else:
-        if measured:
-            from trainstep.report.kit.answer import print_answers
-
-            print_answers(measured, sys.stdout)
+        print_answers(found, sys.stdout)
         show(list(sections(inspection)))
     if inspection["problem"]:
         raise ValueError(inspection["problem"])
+
+
+def machine_answer(inspection: dict[str, Any], *, is_measured: bool) -> "Answer":
+    """Where trainstep measures here, what is missing, and what to do next."""
+    from trainstep.report.kit.answer import Answer
+
+    here, gpus = inspection["environment"], inspection["gpus"]
+    missing = [
+        f"{item['name']} ({item['purpose']})"
+        for item in (*inspection["packages"], *inspection["tools"])
+        if not item.get("version") and not item.get("path")
+    ]
+    lacks = f" Missing here: {', '.join(missing)}." if missing else " Nothing is missing."
+    if inspection["problem"]:
+        return Answer(workload="machine", verdict=f"trainstep cannot measure here: {inspection['problem']}.{lacks}")
+    if inspection["device"] == "cuda":
+        names = ", ".join(dict.fromkeys(gpu["name"] for gpu in gpus))
+        device = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''} ({names})"
+        start = "`trainstep bench` times a step of small; "
+    else:
+        device = f"the CPU ({here['cpu']}, {here['cores']} cores), where every verb but tune runs"
+        start = "`trainstep bench` times a step of tiny; "
+    measure = "" if is_measured else "`trainstep doctor --measure` shows how fast this machine multiplies and copies."
+    suggestion = f"{start}{measure}" if measure else start.removesuffix("; ") + "."
+    return Answer(workload="machine", verdict=f"trainstep measures here on {device}.{lacks}", suggestion=suggestion)
 
 
 def _tell(words: str, *, quiet: bool) -> None:

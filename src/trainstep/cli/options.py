@@ -77,7 +77,7 @@ _BUDGET_HELP = (
 _MIXED_HELP = (
     "Continue a file of records (--resume; sweep and tune always do) even if another GPU, torch or commit made them."
 )
-_CONFIG_HELP = (
+CONFIG_HELP = (
     "TOML file with options of this verb, as context = [128, 256] (a list is a grid). The command line overrides it, and it "
     "overrides the verb's defaults in ./trainstep.toml."
 )
@@ -123,7 +123,7 @@ class GridOptions(RunOptions):
     page: Annotated[Path | None, Parameter(help=_PAGE_HELP)] = None
     json: Annotated[bool, _switch(_JSON_HELP)] = False
     resume: Annotated[bool, _switch("Leave out the cells that the file of --out has already.")] = False
-    config: Annotated[Path | None, Parameter(help=_CONFIG_HELP)] = None
+    config: Annotated[Path | None, Parameter(help=CONFIG_HELP)] = None
     """Read by app.py, before the other options."""
     slurm: Annotated[str | None, Parameter(help=_PARTITION_HELP, group=SLURM)] = None
     slurm_gpus: Annotated[int | None, Parameter(help=_GPUS_HELP, group=SLURM)] = None

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainstep.cli.options import with_fields
+from trainstep.cli.options import CONFIG_HELP, with_fields
 from trainstep.cli.running.plan_options import SearchOptions, planned_strategies
+from trainstep.cli.streams import tell_progress
 from trainstep.config.grid import grid_from_text
 from trainstep.config.machine import gpu_named, machine_spec
 from trainstep.config.model import UserModel
@@ -34,6 +35,8 @@ def plan(
     grade: Path | None = None,
     terms: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
+    quiet: Annotated[bool, Parameter(negative=(), help="Show no progress of a long search or grade.")] = False,
+    config: Annotated[Path | None, Parameter(help=CONFIG_HELP)] = None,
     searching: SearchOptions = SearchOptions(),
     **fields: str | None,
 ) -> int:
@@ -49,8 +52,6 @@ def plan(
     Examples:
 
         trainstep plan --model 8B --context 32768 --ranks 2 --gpu h200
-
-        trainstep plan --model xl --gpu a100-sxm4-80gb --batch-size 1,2,4,8 --recompute none,selective,block
 
         trainstep plan --model 8B --nodes 1,2,16,128 --sync fsdp --shard-ranks 8 --gpu h100 --tokens 5e10
 
@@ -78,20 +79,21 @@ def plan(
         Also predict the GPU-hours to train on so many tokens.
     grade
         A file of records or a folder of them: predict each measured step anew and compare. Of tables that others published, as in
-        results/published, one factor is fitted to the smallest row. Prints Markdown.
+        results/published, one factor is fitted to the smallest row. Prints Markdown into a file or pipe.
     terms
         Also print the formula of each tensor that forward keeps, with its source, and of each kernel's time; of a model of your own
         its products and attention by shape, with their FLOPs.
     json
         Print JSON, which begins with `answer`; sizes in bytes.
     """
+    tell = None if quiet else tell_progress
     machine = {"gpu": gpu, "gpu_memory_gib": gpu_memory_gib, "peak_tflops": peak_tflops, "bandwidth": bandwidth}
     extra = {"tokens": tokens, "terms": terms or None}
     if grade is not None:
         from trainstep.cli.running.grades import show_grades
 
-        _check_alone("grade", {**machine, **extra, **searching.given(), **fields})
-        return show_grades(grade, None if calibration is None else _calibration(calibration), as_json=json)
+        _check_alone("grade", {**machine, **extra, **searching.given(), **fields, "config": config})
+        return show_grades(grade, None if calibration is None else _calibration(calibration), as_json=json, tell=tell)
     memory_bytes = _gpu_memory_bytes(gpu, gpu_memory_gib)
     _check_positive(tokens=tokens, peak_tflops=peak_tflops, bandwidth=bandwidth)
     speeds = _calibration(calibration, gpu, peak_tflops, bandwidth, tokens)
@@ -99,7 +101,7 @@ def plan(
     if searching.given():
         from trainstep.cli.running.search import run_search
 
-        return run_search(fields, searching, extra, **where, as_json=json)
+        return run_search(fields, searching, extra, **where, as_json=json, tell=tell)
     return _plan_steps(fields, **where, card=gpu, tokens=tokens, terms=terms, as_json=json)
 
 

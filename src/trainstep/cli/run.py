@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,12 +13,13 @@ from cyclopts import Parameter
 from trainstep.cli.cells import check_page
 from trainstep.cli.options import is_installed
 from trainstep.cli.streams import give_back_streams, outliving_reader
+from trainstep.config.import_path import python_command
 from trainstep.config.script import ScriptConfig
 from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
 from trainstep.measure.run.script import Ended, LastOfAll, after_import, find_script, run_script
-from trainstep.measure.run.show import rank_path, shared_name, show_run, wait_for_ranks
+from trainstep.measure.run.show import files_of, rank_path, shared_name, show_run, wait_for_ranks
 from trainstep.measure.run.trackers import TensorBoard, Trackio
 from trainstep.parallel.launch import find_launch, is_launched
 from trainstep.records.record import Environment
@@ -174,7 +176,8 @@ class _Session:
         if watch is None or not watch.recording.written or self._identity.rank:
             return
         wait_for_ranks(path, self._ranks_here)
-        failed = show_run(path, page, None if self._quiet else self._ours)
+        failed = self._show_on_terminal(path) if self._ours.isatty() and not self._quiet else ""
+        failed = show_run(path, page, None if self._quiet or self._ours.isatty() else self._ours) or failed
         if failed:
             self.say(f"{failed}; the records are kept: trainstep report {shlex.quote(str(path))}")
         with outliving_reader(self._ours):
@@ -183,6 +186,13 @@ class _Session:
                 if page is not None and not failed:
                     print(f"page: {self._short(page)}", file=self._ours)
                 self._ours.flush()
+
+    def _show_on_terminal(self, path: Path) -> str:
+        """Print the answer and tables that fit the terminal, by a process that writes to it. Returns what failed, or nothing."""
+        command = python_command("trainstep", "report", *map(str, files_of(path)))
+        self._ours.flush()
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=self._ours.fileno(), check=False)
+        return f"the report ended with exit code {ended.returncode}" if ended.returncode else ""
 
     def _short(self, path: Path) -> Path:
         """The path as seen from the folder in which the user started, which the script may have left."""

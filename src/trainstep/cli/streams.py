@@ -113,6 +113,12 @@ def silence(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def tell_progress(sentence: str) -> None:
+    """Print a line on standard error at once, while the work that it names goes on."""
+    with outliving_reader(sys.stderr):
+        print(one_line(sentence), file=sys.stderr, flush=True)
+
+
 def tell_reading(files: Sequence[Path]) -> None:
     """Say on standard error that these files are being read, if they are so large that it takes seconds."""
     size = sum(file.stat().st_size for file in files if file.is_file())

@@ -21,8 +21,11 @@ from trainstep.config.parsing import CONFIGS, fields_of
 
 DEFAULTS_FILE = Path("trainstep.toml")
 ALL = "all"
-VERBS = ("bench", "attention", "op", "profile", "numerics", "memory", "parallel", "collectives", "tune")
-"""The verbs that take defaults. A sweep does not: its file says all that it needs, so that it is the same everywhere."""
+VERBS = (
+    *("bench", "attention", "op", "profile", "explain", "numerics", "memory", "parallel", "collectives", "tune"),
+    "plan",
+)
+"""The verbs that take options from files. A sweep does not: its file says all that it needs, so that it is the same everywhere."""
 _MOST_BYTES = 2**20
 _SWEEP_KEYS = ("title", "description", "compare", "timeout_s", "grid", "rows")
 _OPTIONS_OF_ALL = ("timeout_s", "memory_limit_gib", "rounds", "processes", "quiet", "budget_minutes", "json", "all")

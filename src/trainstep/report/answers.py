@@ -4,6 +4,7 @@
 from the cells that ran; failures and what to do about them are added here. kit/ranking.py decides which cell is fastest.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,9 @@ _WAYS_OUT = {
     "divergence": "The replicas no longer train one model: fix what the message names before you use any time.",
 }
 """Kind of failure -> what to do; the message of an unsupported value says what to do itself."""
+_IMPORT_ERROR = "import_error"
+_IN_BRACKETS = re.compile(r" \((?:[^()]|\([^()]*\))*\)$")
+"""The end of a message that has Python's words in brackets."""
 _FITTED = ("train_step", "profile", "memory", "parallel")
 """Workloads for which `memory --fit` can find the largest batch."""
 
@@ -75,8 +79,13 @@ def _is_trial(row: Row) -> bool:
 def _failure_words(rows: Sequence[Row], failed: Sequence[tuple[Row, Failure]]) -> str:
     """`1 of 3 cells failed: 1 OOM (xl 1024: OOM in backward: asked for ...).`"""
     row, failure = failed[0]
+    counts = failure_counts([row for row in rows if not _is_trial(row)])
+    if (
+        failure.kind == _IMPORT_ERROR
+    ):  # the package is what matters, not which of its cells failed first, nor Python's words
+        return f"{counts} ({_IN_BRACKETS.sub('', failure.message)})."
     name = f"{row.label()}: " if len(rows) > 1 else ""
-    return f"{failure_counts([row for row in rows if not _is_trial(row)])} ({name}{failure_sentence(failure)})."
+    return f"{counts} ({name}{failure_sentence(failure)})."
 
 
 def _ways_out(workload: str, failed: Sequence[tuple[Row, Failure]]) -> list[str]:

@@ -65,3 +65,18 @@ def test_a_gpu_is_measured_whole():
     assert ("trainstep", "bf16", "backward", 64) in calibration.attention
     run = RunConfig(model=size("small"), device="cuda", precision="bf16_autocast", compile="block")
     assert step_time(alone(run), calibration).step.time_s > 0
+
+
+def test_a_call_that_another_process_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    """Calls of 1 ms; the first and one of five batches were stopped for 40 ms."""
+    stopped = {1, 10}
+    clock_s, calls = [0.0], [0]
+
+    def call() -> None:
+        calls[0] += 1
+        clock_s[0] += 0.041 if calls[0] in stopped else 0.001
+
+    monkeypatch.setattr(workload.time, "perf_counter", lambda: clock_s[0])
+    monkeypatch.setattr(workload, "_LEAST_S", 0.004)
+    assert workload.seconds(call, "cpu", calls=5) == pytest.approx(0.001)
+    assert calls[0] == 1 + workload._FIRST_CALLS + 5 * 4

@@ -17,11 +17,13 @@ from trainstep.report.explain.budgets import (
     evidence_words,
     explain_answers,
     explain_rows,
+    explain_sections,
     explain_tables,
     first_tables,
+    suggestion_of,
     verdict_of,
 )
-from trainstep.report.kit.rows import rows_of
+from trainstep.report.kit.rows import read_rows, rows_of
 
 CPU = ROOT / "results/cpu/same_against_same.jsonl"
 PROFILES = ROOT / "results/h200/profile_captured.jsonl"
@@ -132,7 +134,7 @@ def test_the_gain_of_a_change_is_printed_once_and_stored_in_each_row():
     gains = [row[titles.index("gain (ms)")].text for row in table.entries]
     assert len([text for text in gains if text.startswith("3.6")]) == 1
     changes = [row[titles.index("change")].text for row in table.entries]
-    assert changes[1:3] == ["`--compile block`", "with the above"]
+    assert changes[1:3] == ["--compile block", "with the above"]
     assert "a gain may exceed its row" in table.note
     assert [row["gain_s"] for row in table.raw if row["kind"] == "finding"] == [0.0036, 0.0036]
 
@@ -145,7 +147,42 @@ def test_many_steps_are_counted_by_first_cause_and_five_are_shown():
         "In 6 of 7 steps precision is first; in 1 host launches. Furthest above its floor: the furthest. The step takes 91.00 ms"
     )
     tables, notes = first_tables(steps)
-    assert [table.title.split(": ")[1] for table in tables] == ["step 0", "step 1", "step 2", "step 3", "the furthest"]
+    assert [table.title.split(": ")[1] for table in tables] == ["the furthest", "step 0", "step 1", "step 2", "step 3"]
     assert notes == ["2 more steps, nearer to the floor: add --all."]
     assert first_tables(steps[:5])[1] == []
     assert len(explain_tables(steps)) == 7
+
+
+def test_a_change_against_another_cause_than_the_first_says_so():
+    first = a_finding("precision", 10.0, gain_ms=0.0, change={"precision": "bf16_autocast"})
+    best = a_finding("unfused", 4.0, gain_ms=3.0, change={"compile": "block"})
+    suggestion = suggestion_of(a_step(first, best).budget)
+    assert suggestion.startswith("`--compile block`, against unfused memory-bound ops: about 3.000 ms less (")
+    assert "the most of all changes (against precision no gain is predicted); see " in suggestion
+    assert suggestion_of(a_step(best).budget).startswith("`--compile block`: about 3.000 ms less (")
+
+
+def test_a_page_has_one_bar_a_step_and_the_furthest_steps_budget_open():
+    causes = ("host_launches", "precision", "unfused", "matmul_shapes", "optimizer", "attention_kernel", "stragglers")
+    worst = a_step(*(a_finding(cause, 9.0 - place) for place, cause in enumerate(causes)), label="worst")
+    [section] = explain_sections([a_step(a_finding(), label="small"), worst])
+    [chart] = section.charts
+    bars = {trace["name"]: trace["x"] for trace in chart.data}
+    assert [*bars] == [
+        *("floor", "host launches", "precision", "unfused memory-bound ops", "matmul shapes", "optimizer"),
+        "other causes",
+    ]
+    assert [sum(shares) for shares in zip(*bars.values(), strict=True)] == pytest.approx([100, 100])
+    assert len({trace["marker"]["color"] for trace in chart.data}) == len(bars)
+    assert [(table.title.split(": ")[1], table.folded) for table in section.tables] == [
+        ("worst", False),
+        ("small", True),
+    ]
+    assert "`" not in str([row for table in section.tables for row in table.entries])
+
+
+def test_commits_are_named_only_where_they_tell_steps_apart():
+    """profile.jsonl has cells of several commits."""
+    explained, _ = explain_rows(read_rows([ROOT / "results/h200/profile.jsonl"]))
+    assert len({one.label for one in explained}) == len(explained)
+    assert not any("commit" in one.label for one in explained)

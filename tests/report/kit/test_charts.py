@@ -3,7 +3,16 @@
 import plotly.graph_objects as go
 import pytest
 
-from trainstep.report.kit.charts import chart_table, label, logarithmic, plain_text, short_labels
+from trainstep.report.kit.charts import (
+    Chart,
+    Panels,
+    bar,
+    chart_table,
+    label,
+    logarithmic,
+    plain_text,
+    short_labels,
+)
 from trainstep.report.page import sections
 from trainstep.report.step.comparison import comparison_sections
 from trainstep.report.step.phases import phases_charts
@@ -123,3 +132,18 @@ def test_plain_text_reverses_label():
     text = "<b>a</b> &amp; <script> 10<sup>x</sup>"
     assert plain_text(f"<b>{label(text)}</b>") == text
     assert plain_text("one<br>two") == "one two"
+
+
+def test_no_number_of_a_label_is_cut():
+    text = "rotary 8192 x 32 x 128 forward and backward bf16"
+    assert short_labels([text]) == ["rotary 8192 x 32 x 128 forward<br>and backward bf16"]
+
+
+def test_a_chart_of_one_panel_fits_a_narrow_screen_and_names_get_their_room():
+    def chart(names: list[str]) -> Chart:
+        panels = Panels(titles=[""], columns=1, x_title="", y_title="")
+        panels.add(0, bar("b", [1.0] * len(names), names, colour="theme:blue", hover=names, orientation="h"))
+        return panels.chart("", "")
+
+    assert chart(["a", "b"]).least_px <= 360
+    assert chart(["rotary 8192 x 32 x 128 forward<br>and"]).least_px > 480

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from op_records import op
+from op_records import TIMES, op
 from trainstep.records.record import Record
 from trainstep.report.answers import answers
 from trainstep.report.kit.answer import Answer
@@ -80,3 +80,11 @@ def test_launch_bound_cells_are_said_to_be_so():
         for name in ("trainstep", "eager")
     ]
     assert answer_of(records).suggestion.startswith("2 of 2 cells are launch-bound")
+
+
+def test_without_a_verdict_the_answer_says_what_may_decide_it():
+    """An earlier version ended with `no verdict`."""
+    few = [op(implementation=name, time_s=1e-4, times=TIMES[:3], group=None) for name in ("trainstep", "eager")]
+    answer = answer_of(few)
+    assert answer.verdict.startswith("No verdict on trainstep against eager")
+    assert answer.suggestion == "`--compare implementation` interleaves the implementations, which may decide it."

@@ -1,5 +1,6 @@
 """The answer for several profiles: which the host limits, and advice for a training step first."""
 
+from dataclasses import replace
 from typing import Any
 
 from record_maker import a_record, seconds
@@ -76,3 +77,25 @@ def test_a_header_has_spaces_and_its_unit():
     record = a_record(workload="mine:W", samples={name: seconds(values) for name, values in samples.items()})
     [table] = cell_tables(rows_of([("r.jsonl", record)]))
     assert "profiled step (ms)" in [column.title for column in table.columns]
+
+
+def test_a_profiled_step_that_was_faster_than_the_timed_steps_is_doubted():
+    """A busy machine had slowed the timed steps to 1,127 ms; the profiled one took 75 ms."""
+    record = a_profile(128, "step", 0.9)
+    disturbed = replace(record, facts=facts_of(profiler_slowdown=0.07))
+    texts = [answer_of(one).verdict for one in (record, disturbed)]
+    assert "quiet machine" not in texts[0]
+    assert texts[1] == (
+        f"{texts[0]} This is of the profiled step, which took 0.070 of the time of the timed steps: something else slowed those "
+        "down. Profile again on a quiet machine."
+    )
+
+
+def test_a_verdict_of_shares_says_of_how_long_a_step():
+    on_gpu = a_profile(128, "step", 0.99)
+    limit = {**on_gpu.tables["verdict"], "on_device": [False]}
+    on_cpu = replace(on_gpu, tables={**on_gpu.tables, "verdict": limit})
+    texts = [answer_of(record).verdict for record in (on_gpu, on_cpu)]
+    assert "of a step of 1,000 ms" in texts[0]
+    assert texts[1].endswith(" A step takes 1,000 ms.")
+    assert all(text.count("1,000 ms") == 1 for text in texts), texts

@@ -1,11 +1,12 @@
 """For --grade of `trainstep plan`: predicts the steps of records anew, and shows how far the predictions are off."""
 
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainstep.cli.streams import outliving_reader
+from trainstep.cli.running.progress import span_words
 from trainstep.config.machine import machine_spec
 from trainstep.plan.fleet.published import grade_table, read_table
 from trainstep.plan.grade import grade_records
@@ -14,8 +15,10 @@ from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.grade import grade_times
 from trainstep.records.record import Record
 from trainstep.records.store import Store
-from trainstep.report.kit.answer import Answer, plain_answers
+from trainstep.report.kit.answer import Answer, plain_answers, print_answers
 from trainstep.report.kit.frames import markdown
+from trainstep.report.kit.tables import Table
+from trainstep.report.kit.terminal import print_tables
 from trainstep.report.kit.visible import ascii_json
 from trainstep.report.plan.grade import FiledGrade, grade_answer, grade_tables, plain, refusal_lines
 from trainstep.report.plan.published import plain as plain_published
@@ -24,6 +27,10 @@ from trainstep.report.plan.search_grade import choices_table
 from trainstep.report.plan.search_grade import plain as plain_choice
 from trainstep.report.plan.time_grade import FiledTimeGrade, faulty_terms, time_answer, time_tables
 from trainstep.report.plan.time_grade import plain as plain_time
+
+_SECONDS_A_BYTE = 2.5e-6
+"""The time to grade a byte of records, as in results/h200 on one CPU core."""
+_TOLD_EVERY_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -44,26 +51,35 @@ class Graded:
             found.append(time_answer(self.times, self.times[0].grade.predicted.calibration.origin))
         return found
 
-    def markdown(self) -> str:
-        """All of it, as a document."""
-        tables = [
+    def tables(self) -> list[Table]:
+        """Times, a search's choices, memory."""
+        return [
             *(time_tables(self.times) if self.times else []),
             *([choices_table(self.choices)] if self.choices else []),
             *(grade_tables(self.grades) if self.grades else []),
         ]
-        text = markdown(tables, self.answers())
+
+    def notes(self) -> list[str]:
+        """Which formulas are wrong, and what was not graded."""
         faults = faulty_terms(self.times)
-        if faults:
-            text += f"\nOff by more than 10 % in the median, which is the formula's fault: {'; '.join(faults)}.\n"
-        for kind, reasons in (("", self.refusals), ("Time: ", self.untimed)):
-            text += "".join(f"\n{kind}{line}\n" for line in refusal_lines(reasons))
-        return text
+        wrong = f"Off by more than 10 % in the median, which is the formula's fault: {'; '.join(faults)}."
+        reasons = (("", self.refusals), ("Time: ", self.untimed))
+        refused = [f"{kind}{line}" for kind, lines in reasons for line in refusal_lines(lines)]
+        return [*([wrong] if faults else []), *refused]
+
+    def markdown(self) -> str:
+        """All of it, as a document."""
+        return markdown(self.tables(), self.answers()) + "".join(f"\n{note}\n" for note in self.notes())
 
 
-def graded_files(files: Sequence[Path], speeds: Calibration | None = None) -> Graded:
-    """Grade files of records. `speeds`: a calibration instead of each GPU's own."""
+def graded_files(
+    files: Sequence[Path], speeds: Calibration | None = None, on_file: Callable[[int], None] | None = None
+) -> Graded:
+    """Grade files of records. `speeds`: a calibration instead of each GPU's own. `on_file`: is told how many files are done."""
     found, of_gpus = Graded(), dict[str | None, list[Record]]()
-    for file in files:
+    for place, file in enumerate(files):
+        if on_file is not None:
+            on_file(place)
         records = Store(file).read()
         graded_memory, refused = grade_records(records)
         found.grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded_memory]
@@ -86,21 +102,24 @@ def graded_files(files: Sequence[Path], speeds: Calibration | None = None) -> Gr
     return found
 
 
-def show_grades(path: Path, speeds: Calibration | None, *, as_json: bool) -> int:
-    """Grade a file of records, or every *.jsonl of a folder, and print it. ValueError if nothing in it can be graded."""
+def show_grades(
+    path: Path, speeds: Calibration | None, *, as_json: bool, tell: Callable[[str], None] | None = None
+) -> int:
+    """Grade a file of records, or every *.jsonl of a folder, and print it. ValueError if nothing in it can be graded.
+
+    `tell`: shows the progress.
+    """
     if not path.exists():
         raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     published = sorted(path.glob("*.toml")) if path.is_dir() and not files else [path] if path.suffix == ".toml" else []
     if published:
+        if tell is not None:
+            tell(
+                f"predicting every row of {len(published)} published table{'s' if len(published) > 1 else ''}: seconds"
+            )
         return _show_published(published, speeds, as_json=as_json)
-    with outliving_reader(sys.stderr):
-        print(
-            f"predicting the steps of {len(files)} files of records anew, about ten a second",
-            file=sys.stderr,
-            flush=True,
-        )
-    found = graded_files(files, speeds)
+    found = graded_files(files, speeds, None if tell is None else _progress(files, tell))
     if not found.grades and not found.times:
         reason = next(
             iter(found.refusals),
@@ -108,7 +127,7 @@ def show_grades(path: Path, speeds: Calibration | None, *, as_json: bool) -> int
         )
         raise ValueError(f"grade: {path} holds no step that can be graded: {reason}")
     if not as_json:
-        sys.stdout.write(found.markdown())
+        _print(found.tables(), found.answers(), found.notes(), found.markdown)
         return 0
     out = {
         "answer": plain_answers(found.answers()),
@@ -123,6 +142,25 @@ def show_grades(path: Path, speeds: Calibration | None, *, as_json: bool) -> int
     return 0
 
 
+def _progress(files: Sequence[Path], tell: Callable[[str], None]) -> Callable[[int], None]:
+    """What says how long the rest takes, by the size of the files: at the start roughly, then by the pace so far."""
+    sizes = [file.stat().st_size if file.exists() else 0 for file in files]
+    began_s = told_s = time.monotonic()
+    what = f"{len(files)} file{'s' if len(files) > 1 else ''} of records"
+
+    def on_file(done: int) -> None:
+        nonlocal told_s
+        now_s, left = time.monotonic(), sum(sizes[done:])
+        if not done:
+            tell(f"predicting the steps of {what} anew: about {span_words(max(1, left * _SECONDS_A_BYTE))}")
+        elif now_s - told_s >= _TOLD_EVERY_S and left < sum(sizes):
+            told_s = now_s
+            left_s = (now_s - began_s) * left / (sum(sizes) - left)
+            tell(f"{done} of {what}: about {span_words(max(1, left_s))} left")
+
+    return on_file
+
+
 def _show_published(files: Sequence[Path], speeds: Calibration | None, *, as_json: bool) -> int:
     """Grade tables that others published, and print it."""
     if speeds is not None:
@@ -133,8 +171,20 @@ def _show_published(files: Sequence[Path], speeds: Calibration | None, *, as_jso
         tables = [plain_published(grade) for grade in grades]
         print(ascii_json({"answer": plain_answers([answer]), "tables": tables}, indent=1))
     else:
-        sys.stdout.write(markdown(published_tables(grades), [answer]))
+        tables_shown = published_tables(grades)
+        _print(tables_shown, [answer], [], lambda: markdown(tables_shown, [answer]))
     return 0
+
+
+def _print(
+    tables: Sequence[Table], answers: Sequence[Answer], notes: Sequence[str], document: Callable[[], str]
+) -> None:
+    """Print tables that fit a terminal, or the Markdown document into a file or pipe."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(document())
+        return
+    print_answers(answers, sys.stdout)
+    print_tables(tables, notes, sys.stdout)
 
 
 def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:

@@ -24,6 +24,8 @@ _LOG_INTERVAL_S = 30
 """A log is silent for no longer than this while a stage makes progress."""
 _COUNTED = re.compile(r" ?(\d+)(?:/| of )(\d+)$")
 """The end of a stage's name that says how much of it is done, as `steps 3/10`."""
+_PROCESS = re.compile(r"process (\d+) of (\d+)")
+"""The stage of interleaved cells that says which of a group's processes begins; the stages of its steps follow."""
 
 
 class CellProgress:
@@ -56,6 +58,10 @@ class CellProgress:
         self._stage = ""
         self._cell_and_stage = ("", "")
         """Key of the running cell, and its stage without the count."""
+        self._processes: tuple[int, int] = (0, 0)
+        """Number of the process that runs of an interleaved group, and how many there are to be."""
+        self._first_process, self._processes_began_s, self._process_began_s = 0, 0.0, 0.0
+        """The first number that was told of the group, and when it and the last one were."""
         self._reported = False
         self._done, self._of = 0, len(cells)
         self._ended: set[str] = set()
@@ -84,6 +90,11 @@ class CellProgress:
         cell_and_stage = (cell.key, _COUNTED.sub("", stage))
         if cell_and_stage != self._cell_and_stage:
             self._cell_and_stage, self._stage_began_s = cell_and_stage, self._shown_s
+        if process := _PROCESS.match(stage):
+            number = int(process[1])
+            if number <= self._processes[0] or not self._processes[0]:  # another group
+                self._first_process, self._processes_began_s = number, self._shown_s
+            self._processes, self._process_began_s = (number, int(process[2])), self._shown_s
         if self._quiet:
             return
         with outliving_reader(sys.stderr):
@@ -100,6 +111,7 @@ class CellProgress:
         self._done, self._of = done, of
         self._ended |= {record.key for record in records}
         if whole:
+            self._processes = (0, 0)
             self._rated = frozenset(self._ended)
             self._rated_s = time.monotonic()
         if not self._quiet:
@@ -134,7 +146,8 @@ class CellProgress:
         all_s = pace * sum(map(self._seconds, to_run))
         later_s = all_s - pace * self._seconds(self._cell_and_stage[0])
         # The running cell's stage may show that the cell takes longer than expected.
-        seconds = max(all_s - (now_s - self._rated_s), later_s + self._stage_left_s(now_s))
+        stage_s = max(self._stage_left_s(now_s), self._processes_left_s(now_s))
+        seconds = max(all_s - (now_s - self._rated_s), later_s + stage_s)
         return f"about {span_words(max(seconds, 1))} left" if seconds > 0 else ""
 
     def _seconds(self, key: object) -> float:
@@ -148,6 +161,14 @@ class CellProgress:
             return 0.0
         each_s = (self._shown_s - self._stage_began_s) / int(counted[1])
         return max(each_s * (int(counted[2]) - int(counted[1])) - (now_s - self._shown_s), 0.0)
+
+    def _processes_left_s(self, now_s: float) -> float:
+        """The seconds left of an interleaved group, by the pace of its processes: a noisy machine gets more of them."""
+        number, count = self._processes
+        if number <= self._first_process:
+            return 0.0
+        each_s = (self._process_began_s - self._processes_began_s) / (number - self._first_process)
+        return max(each_s * (count - number + 1) - (now_s - self._process_began_s), 0.0)
 
 
 class _TimeLeft(ProgressColumn):

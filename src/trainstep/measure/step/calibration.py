@@ -8,6 +8,7 @@ a step that runs for hours has the clock that its power limit allows, not the hi
 and the table host has only what Python and autograd add to a call. Messages between GPUs are cells of the workload collective.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,7 @@ _HEATED_N = 8192
 _LEAST_S = 20e-3
 """A CPU's short calls are repeated until they take this long, so that what else runs slows them as it slows a step."""
 _MOST_REPEATS = 10_000
+_FIRST_CALLS = 3
 _LONG_S = 0.2
 """A CPU's call that takes longer is not repeated: some have no fast 16-bit matmuls."""
 
@@ -96,16 +98,22 @@ class CalibrationMeasurement:
 
 
 def seconds(call: Callable[[], object], device: str, calls: int) -> float:
-    """Seconds of a call, the mean of several: on a GPU of its kernels, on a CPU of the whole call."""
+    """Seconds of a call: on a GPU of its kernels, the mean of several; on a CPU of the whole call, the median of several batches.
+
+    On a CPU another process can stop this one for longer than a short call takes, so that a mean would be the other's time.
+    """
     call()
     if device == "cuda":
         return device_busy_s(lambda: [call() for _ in range(calls)]) / calls
-    started_s = time.perf_counter()
-    call()
-    once_s = time.perf_counter() - started_s
+    once_s = min(_batch_s(call, 1) for _ in range(_FIRST_CALLS))
     if once_s > _LONG_S:
         return once_s
-    repeats = calls * min(_MOST_REPEATS, max(1, round(_LEAST_S / max(once_s, 1e-9))))
+    repeats = min(_MOST_REPEATS, max(1, round(_LEAST_S / max(once_s, 1e-9))))
+    return statistics.median(_batch_s(call, repeats) for _ in range(calls))
+
+
+def _batch_s(call: Callable[[], object], repeats: int) -> float:
+    """Seconds of one of these calls, in a row."""
     started_s = time.perf_counter()
     for _ in range(repeats):
         call()

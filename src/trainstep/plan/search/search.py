@@ -6,8 +6,8 @@
 Every allowed combination of a rank's options and a strategy is a candidate. The fastest is found in the order of a lower bound of
 their times (bounds.py), which ends when the next bound is above a time that fits. What its bounds show not to fit is left out. The
 first candidate of a strategy and a division of the batch bounds the others from below: a rank that computes longer hides more of
-its messages, but never ends earlier. Which need least, and which lie
-between, is found by likely bytes: the bound, and what others of its kind need more. All that is shown was predicted in full.
+its messages, but never ends earlier. Which need least, and which lie between, is found by likely bytes: the bound, and what others
+of its kind need more. All that is shown was predicted in full.
 
 Then each single change of the best is predicted too. A change that is better after all becomes the best, so the result has none
 (docs/decisions/0030-plan-searches-by-bounds.md).
@@ -15,8 +15,9 @@ Then each single change of the best is predicted too. A change that is better af
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 from trainstep.config.parallel import RanksConfig
@@ -26,6 +27,8 @@ from trainstep.plan.search.space import Space
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.step_time import StepTime, step_time
 
+OnBounds = Callable[[int, int, float], None]
+"""Is told ranks, combinations and the seconds that bounds took, before predictions begin."""
 TIME, MEMORY, RANKS = "time", "memory", "ranks"
 OBJECTIVES = (TIME, MEMORY, RANKS)
 _SAME = 1e-3
@@ -107,26 +110,21 @@ class Found:
     """Numbers of ranks on which nothing fits, with the least memory there."""
 
 
-def search(space: Space, calibration: Calibration, *, gpu_memory_bytes: int, minimize: str) -> Found:
+def search(
+    space: Space, calibration: Calibration, *, gpu_memory_bytes: int, minimize: str, on_bounds: OnBounds | None = None
+) -> Found:
     """The best options of the space. ValueError if none of them has a prediction."""
     found: list[Found] = []
     for ranks in sorted(space.ranks):
-        one = _Search(space, ranks, calibration, gpu_memory_bytes).run(MEMORY if minimize == MEMORY else TIME)
-        found.append(one)
-        if minimize == RANKS and one.best is not None:
+        goal = MEMORY if minimize == MEMORY else TIME
+        found.append(_Search(space, ranks, calibration, gpu_memory_bytes).run(goal, on_bounds))
+        if minimize == RANKS and found[-1].best is not None:
             break
     fewer = tuple((one.leanest.config.ranks, one.leanest.needed_bytes) for one in found if one.best is None)
-    fitting = [one for one in found if one.best is not None]
+    fitting = [(_order(best, minimize), one) for one in found if (best := one.best) is not None]
     if not fitting:
-        least = min(found, key=lambda one: one.leanest.needed_bytes)
-        return replace(least, minimize=minimize, fewer_ranks=fewer)
-    best = min(fitting, key=lambda one: _order(_known(one.best), minimize))
-    return replace(best, minimize=minimize, fewer_ranks=fewer)
-
-
-def _known(candidate: Candidate | None) -> Candidate:
-    assert candidate is not None
-    return candidate
+        return replace(min(found, key=lambda one: one.leanest.needed_bytes), minimize=minimize, fewer_ranks=fewer)
+    return replace(min(fitting, key=lambda pair: pair[0])[1], minimize=minimize, fewer_ranks=fewer)
 
 
 def _order(candidate: Candidate, minimize: str) -> tuple[float, ...]:
@@ -173,8 +171,10 @@ class _Search:
         self._more: dict[tuple[Any, ...], int] = {}
         """What steps alike need more than their bounds say."""
 
-    def run(self, minimize: str) -> Found:
-        pairs = self._pairs()
+    def run(self, minimize: str, on_bounds: OnBounds | None = None) -> Found:
+        began_s, pairs = monotonic(), self._pairs()
+        if on_bounds is not None:
+            on_bounds(self._ranks, self.effort.candidates, monotonic() - began_s)
         by_time = sorted(pairs, key=lambda pair: (pair.time_s, pair.nbytes))
         for surely in (True, False):
             able = [pair for pair in by_time if (pair.sure_bytes if surely else pair.nbytes) <= self._memory]

@@ -10,7 +10,7 @@ calibration of the user's, that of the record's GPU is taken (plan/time/calibrat
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.config.machine import machine_spec
@@ -22,13 +22,17 @@ from trainstep.explain.script_evidence import script_evidence
 from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.interval import Interval
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.charts import Section
+from trainstep.report.kit.charts import INK, Chart, Panels, Section, bar, lines_of, short_labels
 from trainstep.report.kit.forms import MS, PERCENT, TEXT, ms_words, percent
 from trainstep.report.kit.rows import Row
 from trainstep.report.kit.tables import Column, Line, Table
 from trainstep.report.run.runs import main_runs, runs_of
 
 _RUN = "run"
+_COLOURS = ("theme:vermilion", "theme:orange", "theme:blue", "theme:green", "theme:purple", "theme:sky")
+"""Of the causes in a chart; the last one is of those that are not named, if there are more."""
+_MOST_BARS = 6
+"""The most steps in a chart: those furthest above their floor."""
 _FEW = 5
 """Steps whose tables a terminal shows by default."""
 _WITH_ABOVE = "with the above"
@@ -64,6 +68,7 @@ def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) ->
             refusals[str(error)] = refusals.get(str(error), 0) + 1
             continue
         done.append(Explained(row=row, label=row.label(), budget=budget, calibration=speeds))
+    done = _without_machines(done)
     for run in main_runs(runs_of([row for row in rows if row.record.workload == _RUN])):
         try:
             evidence = script_evidence([row.record for row in run.rows])
@@ -77,6 +82,16 @@ def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) ->
             continue
         done.append(Explained(row=run.row, label=run.name, budget=budget))
     return done, refusals
+
+
+def _without_machines(done: Sequence[Explained]) -> list[Explained]:
+    """The same, with labels without the machine and its commit where these tell no two steps apart."""
+    labels = [one.row.label(without=("machine",)) for one in done]
+    return [replace(one, label=label) for one, label in zip(done, labels, strict=True)] if _differ(labels) else [*done]
+
+
+def _differ(labels: Sequence[str]) -> bool:
+    return len(set(labels)) == len(labels)
 
 
 @functools.cache
@@ -164,8 +179,19 @@ def suggestion_of(budget: Budget) -> str:
     change = change_words(best)
     if best.gain.time_s <= 0:
         return ""
-    about = f"{change[:1].upper()}{change[1:]}: about {ms_words(best.gain.time_s)} less ({span_words(best.gain)})"
-    return f"{about}; see {page_of(best.cause)}."
+    change, less = (
+        f"{change[:1].upper()}{change[1:]}",
+        f"about {ms_words(best.gain.time_s)} less ({span_words(best.gain)})",
+    )
+    first = budget.findings[0]
+    if best.cause == first.cause:
+        return f"{change}: {less}; see {page_of(best.cause)}."
+    # A change for another cause would otherwise read as one for the first.
+    others = f"about {ms_words(first.gain.time_s)}" if first.gain.time_s > 0 else "no gain is predicted"
+    return (
+        f"{change}, against {CAUSES[best.cause].title}: {less}, the most of all changes (against {CAUSES[first.cause].title} "
+        f"{others}); see {page_of(best.cause)}."
+    )
 
 
 def change_words(finding: Finding) -> str:
@@ -188,21 +214,60 @@ def explain_tables(explained: Sequence[Explained]) -> list[Table]:
 
 def first_tables(explained: Sequence[Explained]) -> tuple[list[Table], list[str]]:
     """The tables of the few steps furthest above their floors, as a terminal shows them, with a note about the others."""
-    shown, left = {id(one) for one in furthest(explained)[:_FEW]}, len(explained) - _FEW
+    left = len(explained) - _FEW
     steps = f"{left} more step{'s' if left > 1 else ''}, nearer to the floor: add --all."
-    return [_table(one) for one in explained if id(one) in shown], [steps] if left > 0 else []
+    return [_table(one) for one in furthest(explained)[:_FEW]], [steps] if left > 0 else []
 
 
 def explain_sections(explained: Sequence[Explained]) -> list[Section]:
-    """A section of the page for each budget."""
-    return [
-        Section(
-            title=f"Why the step takes its time: {one.label}",
-            paragraphs=(verdict_of(one.budget), suggestion_of(one.budget), *one.budget.notes),
-            tables=(_table(one),),
-        )
-        for one in explained
+    """The section of the page: a bar for each step, then the budgets, those furthest above their floor first, that one open."""
+    first = furthest(explained)
+    if not first:
+        return []
+    tables = [_table(first[0]), *(replace(_table(one), folded=True) for one in first[1:])]
+    title = "Where the time of the step goes" if len(first) == 1 else "Where the time of the steps goes"
+    return [Section(title=title, charts=(budget_chart(first),), tables=tuple(tables))]
+
+
+def budget_chart(explained: Sequence[Explained]) -> Chart:
+    """A stacked bar for each of the first steps: the floor, each cause's excess, the unexplained rest; as shares of the step."""
+    left = len(explained) - _MOST_BARS
+    explained = explained[:_MOST_BARS]
+    names = short_labels([one.label for one in explained])
+    height = 150 + 24 * len(names)
+    panels = Panels(titles=[""], columns=1, x_title="share of the step (%)", y_title="")
+    panels.axis = {"type": "category", "autorange": "reversed", "categoryarray": names}
+    parts = [
+        (_FLOOR, [one.budget.floor_s for one in explained], "theme:grey"),
+        *_excesses(explained),
+        ("unexplained", [one.budget.unexplained_s for one in explained], INK),
     ]
+    for title, times, colour in parts:
+        if any(times):
+            shares = [100 * time_s / one.budget.measured_s for time_s, one in zip(times, explained, strict=True)]
+            hover = [lines_of(name, f"{title}: {ms_words(time_s)}") for name, time_s in zip(names, times, strict=True)]
+            panels.add(0, bar(title, shares, names, colour=colour, hover=hover, orientation="h"))
+    count = f" The tables have {left} more, nearer to the floor." if left > 0 else ""
+    caption = f"Floor: the time that the work needs at least. The rest of a bar is what a change may remove.{count}"
+    return panels.chart("Budget of each step", caption, barmode="stack", bargap=0.35, height=height, horizontal=True)
+
+
+def _excesses(explained: Sequence[Explained]) -> Iterator[tuple[str, list[float], str]]:
+    """The title of each cause, its time in every step and a colour; those with the largest shares first, the rest together."""
+    shares = dict[str, float]()
+    for one in explained:
+        for finding in one.budget.findings:
+            share = finding.excess.time_s / one.budget.measured_s
+            shares[finding.cause] = shares.get(finding.cause, 0.0) + share
+    causes = sorted(shares, key=lambda cause: -shares[cause])
+    named = causes if len(causes) <= len(_COLOURS) else causes[: len(_COLOURS) - 1]
+    groups = [(CAUSES[cause].title, {cause}) for cause in named]
+    groups += [("other causes", set(causes) - set(named))] if len(causes) > len(named) else []
+    for (title, alike), colour in zip(groups, _COLOURS, strict=False):
+        times = [
+            sum(finding.excess.time_s for finding in one.budget.findings if finding.cause in alike) for one in explained
+        ]
+        yield title, times, colour
 
 
 def _table(one: Explained) -> Table:
@@ -262,7 +327,7 @@ def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
             gain_high_s=finding.gain.high_s,
             change=dict(finding.change) or None,
             is_taken=finding.is_taken,
-            change_words=change_words(finding),
+            change_words=change_words(finding).replace("`", ""),
             where=str(finding.place) if finding.place else None,
             evidence=evidence_words(finding),
             page=page_of(finding.cause),

@@ -9,6 +9,7 @@ import html
 import itertools
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,12 +29,14 @@ INK = "theme:ink"
 PANEL_HEIGHT = 330
 MAXIMUM_PANELS = 24
 _PAGE_PX = 1240
-_NARROWEST_PX, _PANEL_PX, _WIDEST_PX = 560, 260, 1200
+_NARROWEST_PX, _PANEL_PX, _WIDEST_PX = 340, 260, 1200
 _CELL_PX = 76
 """The width of a heat map's cell with a number in it, including its share of the axis labels."""
 _LEGEND_PX, _CHARACTER_PX = 60, 8
 """The widths of a legend entry without its text, and of a character of the text."""
-_LONGEST_LABEL = 32
+_AROUND_TITLE_PX = 40
+"""The width beside the title of an axis, which is centred under its panel."""
+_LONGEST_LABEL, _MOST_LABEL_LINES = 32, 3
 _TOP = 66
 """Pixels above the first line of panels, for the legend and the titles."""
 
@@ -67,6 +70,9 @@ class Chart:
         columns = int(self.layout.get("grid", {}).get("columns", 1))
         cells = [len(trace["x"]) * _CELL_PX for trace in self.data if trace["type"] == "heatmap"]
         cells += [_places_px(trace["x"]) for trace in self.data if trace.get("orientation") != "h"]
+        cells += [_PANEL_PX + _names_px(trace["y"]) for trace in self.data if "y" in trace]
+        titles = [axis["title"]["text"] for name, axis in self.layout.items() if name.startswith("xaxis")]
+        cells += [_AROUND_TITLE_PX + _CHARACTER_PX * len(title) for title in titles]
         legend = {trace["name"]: 0 for trace in self.data if trace.get("name") and trace.get("showlegend", True)}
         legend_px = sum(_LEGEND_PX + _CHARACTER_PX * len(plain_text(name)) for name in legend)
         return min(_WIDEST_PX, max(_NARROWEST_PX, max([_PANEL_PX, *cells]) * columns, legend_px // 2))
@@ -147,6 +153,12 @@ def _places_px(x: Sequence[Any]) -> int:
     return _label_px(len(nearest), max((len(part) for text in nearest for part in text.split("<br>")), default=0))
 
 
+def _names_px(y: Sequence[Any]) -> int:
+    """The width of the names along a vertical axis; 0 for numbers."""
+    lines = [part for name in y if isinstance(name, str) for part in name.split("<br>")]
+    return _CHARACTER_PX * max((len(plain_text(part)) for part in lines), default=0)
+
+
 def _label_px(bars: int, characters: int) -> int:
     return bars * max(26, 7 * characters + 8)
 
@@ -158,15 +170,20 @@ def label(text: str) -> str:
 
 
 def short_labels(texts: Sequence[str]) -> list[str]:
-    """Labels for axes and legends: a long label loses its middle, and equal results get a number to keep them distinct."""
+    """Labels for axes and legends: a long label gets a second and third line, so that no number in it is cut.
+
+    One that is still too long, such as a kernel's name, loses its middle; equal results get a number to keep them distinct.
+    """
     shortened: dict[str, str] = {}
     for text in dict.fromkeys(texts):
-        short = " ".join(text.split())
-        if len(short) > _LONGEST_LABEL:
-            short = f"{short[: _LONGEST_LABEL // 2]}…{short[-_LONGEST_LABEL // 2 + 1 :]}"
+        flat = " ".join(text.split())
+        lines = textwrap.wrap(flat, _LONGEST_LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+        if len(lines) > _MOST_LABEL_LINES or max(map(len, lines)) > _LONGEST_LABEL:
+            lines = [f"{flat[: _LONGEST_LABEL // 2]}…{flat[-_LONGEST_LABEL // 2 + 1 :]}"]
+        short = "\n".join(lines)
         numbered = (f"{short} ({number})" for number in itertools.count(2))
         shortened[text] = next(free for free in itertools.chain([short], numbered) if free not in shortened.values())
-    return [label(shortened[text]) for text in texts]
+    return [lines_of(*map(label, shortened[text].split("\n"))) for text in texts]
 
 
 def lines_of(*texts: str) -> str:

@@ -14,10 +14,12 @@ from trainstep.config.model import size_names
 from trainstep.config.parsing import build_run, fields_of, to_plain
 from trainstep.config.run import RunConfig
 from trainstep.records.record import FORMAT, Environment
-from trainstep.report.kit.forms import failure_word, gibibytes, listed, percent, rate_words
+from trainstep.report.kit.forms import failure_word, gibibytes, listed, percent, rate_words, ratio_words
 from trainstep.report.kit.rows import Row, flat_config, known_mfu, machines, of_workload, words
 from trainstep.report.kit.visible import one_line
 
+_DISTURBED = 0.8
+"""A profiler slows a step. If the profiled step takes less than this share of the others' time, these were disturbed."""
 Configs = Sequence[dict[str, object]]
 _SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
 _ATTENTION = ("direction", "mask", "dtype", "head_dim", "seq")
@@ -80,6 +82,16 @@ def mfu_conventions(rows: Sequence[Row]) -> list[str]:
     gpus = {record.environment.gpu for record in flops if record.config.get("device") == "cuda"} - {None}
     unknown = [gpu for gpu in sorted(filter(None, gpus)) if not machine_spec(gpu)]
     return [*sentences, *(f"No MFU for {gpu}: trainstep does not know its peak." for gpu in unknown)]
+
+
+def disturbed_words(slowdown: float | None) -> str:
+    """A sentence if the profiled step was much faster than the timed steps: then its shares are not those of the timed steps."""
+    if slowdown is None or slowdown >= _DISTURBED:
+        return ""
+    return (
+        f" This is of the profiled step, which took {ratio_words(slowdown)} of the time of the timed steps: something else slowed "
+        "those down. Profile again on a quiet machine."
+    )
 
 
 def profiler_notes(fact: Callable[[str], Any]) -> list[str]:

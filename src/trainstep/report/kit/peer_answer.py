@@ -50,8 +50,18 @@ def peer_answer(
     return Answer(
         workload=workload,
         verdict=" ".join(filter(None, (verdict, _errors(rows)))),
-        suggestion=suggestion or _launches(rows),
+        suggestion=suggestion or _launches(rows) or _repeat_words(best),
     )
+
+
+def _repeat_words(best: Sequence[Ratio]) -> str:
+    """What may decide the configurations without a verdict; empty if there are none."""
+    unsure = [ratio for ratio in best if not is_judged(ratio) or (ratio.known and ratio.known.word == "cannot tell")]
+    if not unsure:
+        return ""
+    if any(ratio.known is None or ratio.known.interleaving == "none" for ratio in unsure):
+        return "`--compare implementation` interleaves the implementations, which may decide it."
+    return "More `--steps` may decide it."
 
 
 def is_wrong(row: Row) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from trainstep.plan.time.calibration import calibration_of
 from trainstep.plan.time.kernels import Kind
 from trainstep.report.kit.answer import Answer
-from trainstep.report.kit.forms import listed, rate_words
+from trainstep.report.kit.forms import byte_words, listed, rate_words
 from trainstep.report.kit.rows import Row
 
 _LARGE_BYTES = 2**28
@@ -24,11 +24,19 @@ def calibration_answer(rows: Sequence[Row]) -> Answer | None:
             for dtype, speed in calibration.matmuls.items()
         ]
         if Kind.CONTIGUOUS in calibration.traffic:
-            seconds = calibration.traffic[Kind.CONTIGUOUS][0].seconds(_LARGE_BYTES)
-            parts.append(f"{rate_words(_LARGE_BYTES / seconds, 'bytes/s')} of memory")
+            nbytes = min(_LARGE_BYTES, _largest_bytes(row))
+            rate = rate_words(nbytes / calibration.traffic[Kind.CONTIGUOUS][0].seconds(nbytes), "bytes/s")
+            parts.append(f"{rate} of memory" if nbytes == _LARGE_BYTES else f"{rate} in copies of {byte_words(nbytes)}")
         return Answer(
             workload="calibration",
             verdict=f"Calibrated: {listed(parts)}.",
             suggestion=f"`trainstep plan --calibration {row.file or 'FILE'}` predicts step times with it.",
         )
     return None
+
+
+def _largest_bytes(row: Row) -> int:
+    """The most bytes of a measured contiguous kernel: no bandwidth is known beyond."""
+    table = row.record.tables["traffic"]
+    sizes = [size for kind, size in zip(table["kind"], table["bytes"], strict=True) if kind == Kind.CONTIGUOUS]
+    return int(max(sizes))

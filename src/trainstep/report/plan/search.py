@@ -60,6 +60,7 @@ def search_section(found: Found) -> Section:
 def frontier_chart(found: Found) -> Chart:
     """Time by memory of the frontier's points."""
     panels = Panels(titles=[""], columns=1, x_title="memory needed (GiB)", y_title="time of a step (ms)")
+    panels.axis = {"rangemode": "normal"}  # from zero, differences of some per cent would not be seen
     points = sorted(found.frontier, key=lambda one: one.needed_bytes)
     hover = [f"{words_of(found.space.options(one.config))}: {interval_words(one.time.step)}" for one in points]
     panels.add(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainstep.config.machine import machine_spec
 from trainstep.report.kit.answer import Answer, compile_option
 from trainstep.report.kit.forms import listed, ms_words, percent, ratio_words, times_words
-from trainstep.report.kit.notes import profiler_notes
+from trainstep.report.kit.notes import disturbed_words, profiler_notes
 from trainstep.report.kit.rows import Row, doubts, grouped, needless, table_lines, words
 from trainstep.traces import host_track, verdict
 from trainstep.traces.kernel_classes import ELEMENT_WISE, IDLE, MATMUL, NORMALISATION, REDUCTION
@@ -79,7 +79,7 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
     gains = [(gain, row, profile) for row, profile in profiles if (gain := best_gain(profile))]
     if len(profiles) == 1:
         [(_, profile)] = profiles
-        return Answer(workload="profile", verdict=_verdict(profile), suggestion=gains[0][0].sentence if gains else "")
+        return Answer(workload="profile", verdict=_whole(profile), suggestion=gains[0][0].sentence if gains else "")
     unnamed = needless(rows)
     limits = [(row, profile.limit) for row, profile in profiles if profile.limit]
     counts = Counter(verdict_word(limit) for _, limit in limits)
@@ -98,6 +98,13 @@ def profile_answer(rows: Sequence[Row]) -> Answer | None:
         verdict=f"Of {len(limits)} steps, {kinds}: {'; '.join(clauses)}{more}.",
         suggestion=_best_words(gains, unnamed),
     )
+
+
+def _whole(profile: Profile) -> str:
+    """The verdict, with the step's time and the doubt of a disturbed profile."""
+    text, step_s = _verdict(profile), (profile.limit or {})["step_s"]
+    text += "" if _step({"step_s": step_s}) in text else f" A step takes {ms_words(step_s)}."
+    return text + disturbed_words(profile.fact("profiler_slowdown"))
 
 
 def _waiting_words(waiting: Sequence[tuple[Row, TableRow]], unnamed: Sequence[str]) -> str:
@@ -139,7 +146,7 @@ def trace_answer(tables: Mapping[str, Columns], fact: GetFact) -> list[Answer]:
     profile = Profile(tables, fact, {}, None)
     gain = best_gain(profile)
     suggestion = gain.sentence if gain else ""
-    return [Answer(workload="profile", verdict=_verdict(profile), suggestion=suggestion)] if profile.limit else []
+    return [Answer(workload="profile", verdict=_whole(profile), suggestion=suggestion)] if profile.limit else []
 
 
 def profile_of(row: Row) -> Profile:

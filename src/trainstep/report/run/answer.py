@@ -1,5 +1,6 @@
 """The answer for runs of scripts: how long a step takes, what of it waits, and what to look at first."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from trainstep.config.script import Part
@@ -25,6 +26,8 @@ _WORTH = 0.05
 _ENOUGH = 10
 """The fewest timed steps from which something is suggested: one collection of garbage is half of a short run."""
 _MOST_RUNS = 3
+_FAR = 1.1
+"""Mean over median of the steps' times from which on the shares would mislead without the mean beside them."""
 
 
 def run_answer(rows: Sequence[Row]) -> Answer | None:
@@ -45,9 +48,12 @@ def run_words(configs: Configs) -> str:
 
 
 def verdict_of(run: Run, name: str = "") -> str:
-    """`Your step takes 12.3 ms (median of 400): backward 50.1 %, forward 24.0 %; of it 20.3 % waits for data.`"""
+    """`Your step takes 12.3 ms (median of 400): backward 50.1 %, forward 24.0 %; of it 20.3 % waits for data.`
+
+    Shares are of the whole time, because a loader may wait in one step of a hundred, which no median shows.
+    """
     count = len(run.samples.get("step", ()))
-    how_many = f"median of {count:,}" if count else "a warm-up: the run was too short for more"
+    how_many = f"median of {count:,}{_mean_words(run)}" if count else "a warm-up: the run was too short for more"
     shares = [(WORDS[part], share) for part, share in run.shares() if share >= _NAMED and part is not Part.DATA]
     parts = listed(f"{words} {percent(share)} %" for words, share in shares) if shares else ""
     waits = [f"{percent(run.share(Part.DATA))} % waits for data"] if run.share(Part.DATA) else []
@@ -63,6 +69,18 @@ def verdict_of(run: Run, name: str = "") -> str:
     )
 
 
+def _mean_words(run: Run) -> str:
+    """`; 15.3 ms on average, the base of the shares`, if the mean is so far from the median that shares of both would differ."""
+    mean_s = _mean_s(run)
+    apart = run.step_s is not None and not 1 / _FAR < mean_s / run.step_s < _FAR
+    return f"; {ms_words(mean_s)} on average, which the shares are of" if apart else ""
+
+
+def _mean_s(run: Run) -> float:
+    times = run.samples.get("step", ())
+    return sum(times) / len(times) if times else 0.0
+
+
 def ending_words(run: Run) -> str:
     """How the run ended, unless it simply finished."""
     if run.ending == "finished":
@@ -75,11 +93,16 @@ def ending_words(run: Run) -> str:
 
 
 def suggestion_of(run: Run) -> str:
-    """What to look at first; empty if nothing takes five per cent, or the run was too short to tell."""
+    """What to look at first; where nothing avoidable takes five per cent, where to see more; empty if the run was too short."""
     if len(run.samples.get("step", ())) < _ENOUGH:
         return ""
     found = [(share, words) for look in (_data, _waits, _collector, _compiler, _messages) for share, words in look(run)]
-    return max(found, default=(0.0, ""))[1]
+    if found:
+        return max(found)[1]
+    return (
+        f"Nothing that could be avoided takes {100 * _WORTH:.0f} % of the time: `trainstep explain {shlex.quote(run.row.file)}` "
+        "divides the step into what its work needs and what a change would save."
+    )
 
 
 def _data(run: Run) -> Iterator[tuple[float, str]]:
@@ -87,9 +110,15 @@ def _data(run: Run) -> Iterator[tuple[float, str]]:
     if share >= _WORTH:
         yield (
             share,
-            f"Look at the data loader first: without its waits a step would take {ms_words((run.step_s or 0.0) * (1 - share))}. "
+            f"Look at the data loader first: without its waits a step would take {_without_words(run, share)}. "
             "More workers (num_workers), a cheaper transform, or batches made ahead of time.",
         )
+
+
+def _without_words(run: Run, share: float) -> str:
+    """The step's time without this share of the whole time: of the mean, because a loader may wait in a few steps alone."""
+    time_s = _mean_s(run) * (1 - share)
+    return f"{ms_words(time_s)}{' on average' if _mean_words(run) else ''}"
 
 
 def _waits(run: Run) -> Iterator[tuple[float, str]]:

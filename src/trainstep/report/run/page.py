@@ -77,21 +77,19 @@ def _paragraphs(run: Run) -> list[str]:
 
 
 def parts_chart(runs: Sequence[Run]) -> Chart:
-    """A stacked bar for each run: the mean time of its parts."""
+    """A stacked bar for each run: its parts' shares of the time."""
     labels = short_labels([run.name for run in runs])
-    panels = Panels(titles=[""], columns=1, x_title="mean time of a step (ms)", y_title="")
+    panels = Panels(titles=[""], columns=1, x_title="share of the time (%)", y_title="")
     panels.axis = {"type": "category", "autorange": "reversed", "categoryarray": labels}
     for part in Part:
-        means = [_mean(run, part) for run in runs]
-        if any(means):
+        shares = [run.share(part) for run in runs]
+        if any(shares):
             hover = [
-                lines_of(text, f"{WORDS[part]}: {ms_words(mean)}") for text, mean in zip(labels, means, strict=True)
+                lines_of(text, f"{WORDS[part]}: {percent(share)} %") for text, share in zip(labels, shares, strict=True)
             ]
-            panels.add(
-                0,
-                bar(WORDS[part], list(map(in_ms, means)), labels, colour=_COLOURS[part], hover=hover, orientation="h"),
-            )
-    caption = "The mean time of each part over all timed steps, on the host."
+            widths = [100 * share for share in shares]
+            panels.add(0, bar(WORDS[part], widths, labels, colour=_COLOURS[part], hover=hover, orientation="h"))
+    caption = "Each part's share of the time of all timed steps, on the host."
     height = 170 + 34 * len(labels)
     return panels.chart("A step by part", caption, barmode="stack", bargap=0.4, height=height, horizontal=True)
 
@@ -118,8 +116,3 @@ def steps_chart(run: Run) -> Chart:
     )
     one_in = f" One in {stride} is drawn." if stride > 1 else ""
     return panels.chart("Time of every step", f"Warm-ups and inspected steps are left out.{one_in}")
-
-
-def _mean(run: Run, part: Part) -> float:
-    values = run.samples.get(part, ())
-    return sum(values) / len(values) if values else 0.0

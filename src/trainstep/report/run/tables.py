@@ -74,7 +74,7 @@ def parts_table(run: Run) -> Table:
     columns = [
         Column("part of the step", TEXT, "part", names=True),
         Column("share (%)", PERCENT, "share"),
-        Column("mean (ms)", MS, "mean"),
+        Column("mean (ms)", MS, "mean", more=True),
         Column("median (ms)", MS, "median"),
         Column("slowest 5 % (ms)", MS, "late", more=True),
         Column("on the GPU, mean (ms)", MS, "device", optional=True),
