@@ -61,7 +61,7 @@ def build_config(workload: str, values: Mapping[str, Any]) -> Any:
     `model` is a size's name, package.module:function, or (numerics only) `toy`; the model's own fields stand beside it.
     """
     config_class = CONFIGS[workload]
-    return build(config_class, values, where="run" if config_class is RunConfig else workload)
+    return build(config_class, values, where="run" if workload == "train_step" else workload)
 
 
 def build(config_class: Any, values: Mapping[str, Any], *, where: str) -> Any:
@@ -151,8 +151,15 @@ def to_plain(config: Any) -> dict[str, Any]:
     return {name: vars(value).copy() if name == "model" else value for name, value in values.items()}
 
 
-ADDED_LATER: Mapping[str, Any] = MappingProxyType({"nodes": 1, "level": "all"})
-"""Field -> its default."""
+ADDED_LATER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "train_step": {"ranks": 1, "nodes": 1},
+        "parallel": {"nodes": 1},
+        "memory": {"nodes": 1},
+        "collective": {"nodes": 1, "level": "all"},
+    }
+)
+"""Workload -> the fields that its older records do not have -> their defaults."""
 
 
 def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
@@ -163,7 +170,7 @@ def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
     ValueError names the field whose value JSON cannot represent: a NaN, an infinity, a date.
     """
     try:
-        later = {} if ":" in workload else ADDED_LATER  # a user's workload has fields of its own
+        later = ADDED_LATER.get(workload, {})
         counted = {name: value for name, value in plain.items() if name not in later or later[name] != value}
         canonical = _canonical([workload, counted])
     except (TypeError, ValueError) as error:
