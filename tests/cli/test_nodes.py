@@ -128,12 +128,39 @@ def test_bad_input_ends_both_nodes(tmp_path: Path):
     assert "nodes: 3 ranks cannot be spread evenly over 2 nodes" in err
 
 
+def test_every_node_takes_the_same_step(tmp_path: Path):
+    options = ["--context", "16,32", "--steps", "6", "--out", "b.jsonl"]
+    out, _ = ran("bench", *options, folder=tmp_path, mark="bench")
+    records = Store(tmp_path / "b.jsonl").read()
+    for record in records:
+        assert record.failure is None
+        assert (record.config["ranks"], record.config["nodes"]) == (2, 2), "one a node on CPUs"
+        assert [node_of_rank(record, rank) for rank in range(2)] == list(NAMES)
+        steps = rank_values(record, "step")
+        assert [len(values) for values in steps.values()] == [6, 6]
+        assert record.samples["step"].values in [tuple(values) for values in steps.values()]
+    assert [record.config["context"] for record in records] == [16, 32]
+    assert "slowest of 2 nodes" in out
+    assert "Step on each node" in out
+
+
+def test_memory_of_every_node(tmp_path: Path):
+    options = ["--ranks", "4", "--sync", "fsdp", "--context", "16", "--out", "m.jsonl", "--page", "m.html"]
+    out, _ = ran("memory", *options, folder=tmp_path, mark="memory")
+    [record] = Store(tmp_path / "m.jsonl").read()
+    assert record.failure is None
+    assert (record.config["ranks"], record.config["nodes"]) == (4, 2)
+    assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
+    assert "Peak of each rank" in out
+    assert "(n1)" in (tmp_path / "m.html").read_text()
+
+
 def test_one_process_runs_on_the_first_node(tmp_path: Path):
-    options = ["--context", "16", "--steps", "2", "--out", "b.jsonl"]
-    ran("bench", *options, folder=tmp_path, mark="bench")
+    options = ["--context", "16", "--steps", "2", "--nodes", "1", "--ranks", "1", "--out", "b.jsonl"]
+    ran("bench", *options, folder=tmp_path, mark="first")
     [record] = Store(tmp_path / "b.jsonl").read()
     assert record.failure is None
-    assert "nodes" not in record.config
+    assert "ranks" not in record.tables
 
 
 def on_slurm(command: list[str], folder: Path, cluster: SlurmCluster, mark: str) -> None:
@@ -164,9 +191,12 @@ def test_srun_on_two_nodes(
 ):
     few = ["--level", "across_nodes", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl"]
     on_slurm([*launcher, *TRAINSTEP, "collectives", *few, *options], tmp_path, slurm_daemons, "srun")
-    [record] = Store(tmp_path / "c.jsonl").read()
-    assert record.failure is None
-    assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
+    step = ["--context", "16", "--steps", "3", "--out", "b.jsonl"]
+    on_slurm([*launcher, *TRAINSTEP, "bench", *step, *options], tmp_path, slurm_daemons, "srun")
+    for name, places in (("c.jsonl", PLACES), ("b.jsonl", PLACES if options else list(NAMES))):
+        [record] = Store(tmp_path / name).read()
+        assert record.failure is None
+        assert [node_of_rank(record, rank) for rank in range(len(places))] == places
 
 
 def test_jobs_of_a_sweep_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluster):

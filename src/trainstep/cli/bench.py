@@ -13,8 +13,8 @@ from trainstep.cli.options import (
     this_machine,
     with_fields,
 )
-from trainstep.config.bench import BenchConfig
 from trainstep.config.grid import expand, grid_from_text, groups_along
+from trainstep.config.run import BenchConfig
 from trainstep.records.record import Environment
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainstep.config.attention import AttentionConfig, AttentionTilesConfig
-from trainstep.config.bench import BenchConfig
 from trainstep.config.calibration import CalibrationConfig
 from trainstep.config.collective import CeilingConfig, CollectiveConfig
 from trainstep.config.memory import MemoryConfig
@@ -21,6 +20,7 @@ from trainstep.config.numerics import NumericsConfig
 from trainstep.config.op import OpConfig
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.profile import ProfileConfig
+from trainstep.config.run import BenchConfig
 from trainstep.config.script import ScriptConfig
 
 

@@ -77,7 +77,7 @@ def build(config_class: Any, values: Mapping[str, Any], *, where: str) -> Any:
 
 def build_run(values: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from flat values."""
-    run: RunConfig = build_config("train_step", values)
+    run: RunConfig = build(RunConfig, values, where="run")
     return run
 
 

@@ -39,7 +39,7 @@ from trainstep.parallel.liveness.standstill import rank_words
 from trainstep.parallel.liveness.watch import LEFT
 from trainstep.records.ranks import SLOWEST
 from trainstep.records.record import Failure
-from trainstep.records.tables import RANKS
+from trainstep.records.tables import RANK_FACTS, RANKS
 
 _MOMENT_S = 2.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -328,7 +328,16 @@ def merged_findings(findings: Sequence[Plain], places: Sequence[str] = (), *, ap
     table = _ranks_table(rows)
     if places:
         table[_NODE] = [places[rank] for rank in table["rank"]]
-    return {**first, "samples": merged, "tables": {**first["tables"], RANKS: table}}
+    tables = {**first["tables"], RANKS: table}
+    if places and RANK_FACTS in tables:
+        tables[RANK_FACTS] = _with_nodes(tables[RANK_FACTS], places)
+    return {**first, "samples": merged, "tables": tables}
+
+
+def _with_nodes(table: Plain, places: Sequence[str]) -> dict[str, list[Any]]:
+    """The table of every rank's facts, with its node as one more fact of each."""
+    added = {"rank": list(range(len(places))), "fact": [_NODE] * len(places), "value": list(places)}
+    return {name: [*values, *added.get(name, [""] * len(places))] for name, values in table.items()}
 
 
 def slowest_rank(findings: Sequence[Plain]) -> int:

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainstep.config.bench import BenchConfig
 from trainstep.config.machine import matmul_dtype
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
-from trainstep.config.run import Phase, RunConfig
+from trainstep.config.run import BenchConfig, Phase, RunConfig
 from trainstep.costs.transformer import CONVENTION
 from trainstep.measure.harness.failures import CellFailed, try_afterwards
 from trainstep.measure.harness.workload import Findings, Stage, Stages, compilation_facts
