@@ -1,16 +1,15 @@
 """Verbs in a launch over two pretend nodes of two tasks: one record a cell, strategies agree, a killed node loses no record."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from cell_maker import MARK, finish, import_path, marked, wait_until
+from killed_nodes import COMMANDS, SWEEP, kill_a_node
 from node_launch import NAMES, RANKS_OF_NODE, two_nodes
 from ranks import free_port
 from slurm_cluster import SlurmCluster
@@ -69,47 +68,10 @@ def test_collectives_by_level(tmp_path: Path):
     assert "slowest link" in out
 
 
-SWEEP = """
-timeout_s = 60
-[grid]
-workload = "workloads:SLEEP"
-device = ["cpu"]
-ranks = [4]
-nodes = [2]
-seconds = [0.05]
-steps = [6]
-name = ["a", "b", "c"]
-"""
-SWEEPING = ("sweep", "it.toml", "--out", "it.jsonl")
-IN_PARALLEL = (
-    *("parallel", "--sync", "flat", "--context", "8,16,24", "--steps", "2", "--window-steps", "1", "--warmups", "1"),
-    *("--out", "it.jsonl", "--resume"),
-)
-
-
-@pytest.mark.parametrize(("words", "seed"), [(SWEEPING, 1), (IN_PARALLEL, 2)], ids=["sweep", "parallel"])
-def test_a_node_that_is_killed_loses_no_finished_cell(words: tuple[str, ...], seed: int, tmp_path: Path):
-    (tmp_path / "it.toml").write_text(SWEEP)
-    store, mark = Store(tmp_path / "it.jsonl"), f"killed{seed}"
-    with two_nodes(*words, folder=tmp_path, mark=mark) as (first, second):
-        assert wait_until(lambda: store.path.exists() and len(store.read()) >= 1, 40)
-        time.sleep(random.Random(seed).uniform(0, 2.0))
-        os.killpg(second.pid, signal.SIGKILL)
-        killed_s = time.monotonic()
-        code, _, err = finish(first, timeout_s=60)
-        assert time.monotonic() - killed_s < 60
-    assert wait_until(lambda: not marked(mark))
-    before = store.read()
-    failures = [record.failure for record in before if record.failure is not None]
-    assert len(failures) <= 1
-    assert all("n2" in failure.message for failure in failures)
-    assert len(before) == 3 or (code == 2 and "nodes: n2 is lost" in err and "to continue: trainstep" in err)
-    retries = ["--retry-failed"] if words is SWEEPING else []
-    ran(*words, *retries, folder=tmp_path, mark=f"again{seed}", expected=0 if retries or not failures else 3)
-    after = store.latest()
-    assert len(after) == 3
-    assert sum(record.failure is not None for record in after.values()) == (0 if words is SWEEPING else len(failures))
-    assert all(after[record.key] == record for record in before if record.failure is None)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_node_that_is_killed_loses_no_finished_cell(kind: str, seed: int, tmp_path: Path):
+    kill_a_node(kind, seed, 12.0, tmp_path)
 
 
 def test_a_driver_that_is_killed_leaves_nothing_on_the_other_node(tmp_path: Path):
@@ -117,7 +79,8 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_other_node(tmp_path: Path
     with two_nodes("sweep", "it.toml", folder=tmp_path, mark="driver") as (first, second):
         assert wait_until(lambda: len(marked("driver")) >= 2 + 4, 40)
         os.killpg(first.pid, signal.SIGKILL)
-        assert finish(second)[0] == 3
+        code, _, err = finish(second)
+        assert (code, "nodes: the first node, n1, is lost" in err) == (3, True)
     assert wait_until(lambda: not marked("driver"))
 
 
@@ -201,7 +164,16 @@ def test_srun_on_two_nodes(
 
 def test_jobs_of_a_sweep_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluster):
     (tmp_path / "it.toml").write_text(SWEEP)
-    command = [sys.executable, "-m", "trainstep", *SWEEPING, "--slurm", slurm_daemons.partition, "--slurm-gpus", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainstep",
+        *COMMANDS["sweep"],
+        "--slurm",
+        slurm_daemons.partition,
+        "--slurm-gpus",
+        "0",
+    ]
     on_slurm([*command, "--set", "name=a"], tmp_path, slurm_daemons, "jobs")
     [record] = Store(tmp_path / "it.jsonl").read()
     assert record.failure is None
