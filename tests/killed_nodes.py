@@ -1,4 +1,4 @@
-"""Kills a node of two at a random moment of a sweep or of `trainstep parallel`, and checks what must hold; a script and a test's part.
+"""Kills a node of two at a random moment of a sweep or of `parallel`, and checks what must hold: a script, and the part of a test.
 
     python tests/killed_nodes.py 10 > results/cpu/killed_nodes.txt
 
