@@ -52,8 +52,8 @@ COMMANDS = {
     ),
 }
 CELLS = {"sweep": 6, "parallel": 4}
-NAMED = {0: ("the first node, n1", "is lost"), 1: ("n2", "node 1")}
-"""Killed node -> words of which the other node says one; before they have met, it knows only the number."""
+NAMED = {0: ("the first node",), 1: ("n2", "node 1")}
+"""Killed node -> words of which the other node says one. Before they have met, it knows number or address alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
