@@ -1,11 +1,11 @@
-"""Two pretend nodes for tests: network namespaces joined by a veth pair whose speed is limited. Skips where that is not allowed."""
+"""Two pretend nodes for tests: network namespaces joined by a veth pair of limited speed; skipped where that is not allowed."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,18 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """For each of two nodes its namespace and the name of its end of the link. Skips where this machine cannot make them."""
+    """What `pretend_nodes` makes; skips where this machine cannot make them."""
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(pretend_nodes())
+        except OSError as error:
+            pytest.skip(str(error))
+        yield found
+
+
+@contextmanager
+def pretend_nodes() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """For each of two nodes its namespace and the name of its end of the link, of 1 Gbit/s. OSError where that is not allowed."""
     names = tuple((f"trainstep-{os.getpid()}-{end}", f"ts{os.getpid()}{end}") for end in "ab")
     (first, link), (second, peer) = names
     commands = [
@@ -39,9 +50,9 @@ def nodes() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
             try:
                 done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
             except FileNotFoundError:
-                pytest.skip(f"needs {command.split()[0]} (iproute2)")
+                raise OSError(f"needs {command.split()[0]} (iproute2)") from None
             if done.returncode != 0:
-                pytest.skip(f"no network namespaces with a limited link here: {command}: {done.stderr.strip()}")
+                raise OSError(f"no network namespaces with a limited link here: {command}: {done.stderr.strip()}")
         yield names[0], names[1]
     finally:
         for name, _ in names:
