@@ -1,4 +1,4 @@
-"""FSDP and buckets in one group and in a group for each node, across a slow link of two pretend nodes: measured beside `trainstep plan`.
+"""FSDP and buckets, in one group and in a group for each node, across the slow link of two pretend nodes, beside `trainstep plan`.
 
     python tests/slow_link_plan.py results/cpu/slow_link
 
