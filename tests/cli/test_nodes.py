@@ -1,6 +1,7 @@
 """Verbs in a launch over two pretend nodes of two tasks: one record a cell, strategies agree, a killed node loses no record."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import trainstep
 from cell_maker import MARK, finish, import_path, marked, wait_until
 from killed_nodes import COMMANDS, SWEEP, kill_a_node
 from node_launch import NAMES, RANKS_OF_NODE, two_nodes
@@ -51,7 +53,9 @@ def test_every_strategy_agrees_over_two_nodes(tmp_path: Path):
 
 def test_collectives_by_level(tmp_path: Path):
     out, _ = ran(
-        "collectives", "--mib", "0.01,0.1,1", "--steps", "3", "--out", "c.jsonl", folder=tmp_path, mark="levels"
+        *("collectives", "--mib", "0.01,0.1,1", "--steps", "3", "--out", "c.jsonl", "--page", "c.html"),
+        folder=tmp_path,
+        mark="levels",
     )
     records = Store(tmp_path / "c.jsonl").read()
     assert [record.config["level"] for record in records] == [
@@ -66,6 +70,8 @@ def test_collectives_by_level(tmp_path: Path):
         assert record.fact("node_bytes") == (None if sent is None else pytest.approx(sent, abs=2))
     assert "n1 - n2" in out
     assert "slowest link" in out
+    page = (tmp_path / "c.html").read_text()
+    assert all(words in page for words in ("in nodes", "across nodes", "slowest link", "n1 - n2"))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -89,6 +95,22 @@ def test_bad_input_ends_both_nodes(tmp_path: Path):
         code, _, err = finish(first)
         assert (code, finish(second)[0]) == (2, 2)
     assert "nodes: 3 ranks cannot be spread evenly over 2 nodes" in err
+
+
+def test_nodes_with_other_packages_are_refused_unless_they_may_be_mixed(tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(Path(trainstep.__file__).parent, other / "trainstep", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "trainstep" / "spans.py").open("a") as file:
+        file.write("# changed\n")
+    words = ("collectives", "--level", "all", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl")
+    for options, expected in (((), 2), (("--allow-mixed",), 0)):
+        launch = two_nodes(*words, *options, folder=tmp_path, mark="mixed", of_second={"PYTHONPATH": str(other)})
+        with launch as (first, second):
+            code, _, err = finish(first, timeout_s=100)
+            assert (code, finish(second)[0]) == (expected, expected), err
+        assert ("nodes: n1 and n2 differ: " in err) == (expected == 2)
+    [record] = Store(tmp_path / "c.jsonl").read()
+    assert record.failure is None
 
 
 def test_every_node_takes_the_same_step(tmp_path: Path):
