@@ -4,7 +4,7 @@
 
 Writes the records of each rate of the link to PREFIX_RATE.jsonl and prints a table. The step's computation is not predicted but
 measured: a data sheet is chosen with which plan's step of one process takes as long as `none` did, where each rank trains for
-itself. What plan adds to it are the messages. It is given the link's rate between nodes, and of the rest what `trainstep collectives`
+itself. What plan adds are the messages. It is given the link's rate between nodes, and of the rest what `trainstep collectives`
 measured just before: the latency of both levels, and the bandwidth inside a node.
 """
 

@@ -336,8 +336,9 @@ def merged_findings(findings: Sequence[Plain], places: Sequence[str] = (), *, ap
 
 def _with_nodes(table: Plain, places: Sequence[str]) -> dict[str, list[Any]]:
     """The table of every rank's facts, with its node as one more fact of each."""
-    added = {"rank": list(range(len(places))), "fact": [_NODE] * len(places), "value": list(places)}
-    return {name: [*values, *added.get(name, [""] * len(places))] for name, values in table.items()}
+    count = len(places)
+    added = {"rank": [*range(count)], "fact": [_NODE] * count, "value": [*places], "unit": [""] * count}
+    return {name: [*table[name], *values] for name, values in added.items()}
 
 
 def slowest_rank(findings: Sequence[Plain]) -> int:
@@ -348,7 +349,7 @@ def slowest_rank(findings: Sequence[Plain]) -> int:
 
 def _slowest_values(by_rank: Sequence[Plain], names: Iterable[str]) -> dict[str, Plain]:
     """The samples of these names, of which each value is the slowest rank's."""
-    slowest = {}
+    slowest: dict[str, Plain] = {}
     for name in names:
         of_ranks = [samples[name] for samples in by_rank]
         values = {

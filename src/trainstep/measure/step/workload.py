@@ -51,8 +51,8 @@ class TrainStepWorkload:
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "TrainStepMeasurement":
         run = from_plain(BenchConfig, config)
         # Several processes that take the step by themselves have the variables of ranks (harness/rank_connection.py).
-        index = find_launch(os.environ).local_rank if run.device == "cuda" and run.ranks > 1 else None
-        return prepare_step(run, stage, torch.device(run.device, index))
+        several = run.device == "cuda" and run.ranks > 1
+        return prepare_step(run, stage, torch.device("cuda", find_launch(os.environ).local_rank) if several else None)
 
 
 WORKLOAD = TrainStepWorkload()
