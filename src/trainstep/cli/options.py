@@ -74,7 +74,9 @@ _BUDGET_HELP = (
     "Start no further cell (or group of compared variants) that would end after this many minutes, estimated from the cells that "
     "ran; the first always runs. What is left is then reported with the command that continues, and the exit code is 4."
 )
-_MIXED_HELP = "Continue a file of records (--resume; sweep and tune do) though another GPU, torch or commit made them; mix such nodes too."
+_MIXED_HELP = (
+    "Continue a file of records (--resume; sweep, tune), or mix nodes, though they differ in GPU, torch or commit."
+)
 _CONFIG_HELP = (
     "TOML file with options of this verb, as context = [128, 256] (a list is a grid). The command line overrides it, and it "
     "overrides the verb's defaults in ./trainstep.toml."

@@ -46,13 +46,15 @@ def times(factor: float) -> list[float]:
 
 def test_a_slow_node_is_named_with_its_interval():
     said = verdict(a_step([EVEN, times(1.25)], ["n1", "n2"]))
-    assert "n2 is the slowest of 2 nodes: 1.250 times the others' time (99 % interval 1.2" in said
+    assert "n2 is the slowest of 2 nodes: its step takes 1.250 times as long as the others' (99 % interval 1.2" in said
 
 
 def test_of_several_processes_of_a_node_rank_and_node_are_named():
     said = verdict(a_step([EVEN, EVEN, EVEN, times(1.5)], ["n1", "n1", "n2", "n2"]))
-    assert "rank 3 (n2) is the slowest of 4 processes: 1.500 times" in said
-    assert "rank 1 is the slowest of 2 processes: 1.500 times" in verdict(a_step([EVEN, times(1.5)], None))
+    assert "rank 3 (n2) is the slowest of 4 processes: its step takes 1.500 times as long" in said
+    assert "rank 1 is the slowest of 2 processes: its step takes 1.500 times as long" in verdict(
+        a_step([EVEN, times(1.5)], None)
+    )
 
 
 def test_nodes_that_are_alike_have_no_slowest():

@@ -44,11 +44,10 @@ class Taken:
     @property
     def ratio(self) -> str | None:
         """`1.083 (1.051 to 1.112)`."""
-        if self.against.ratio is None:
-            return None
-        ends = (self.against.low, self.against.high)
-        interval = "" if None in ends else f" ({' to '.join(ratio_words(end) for end in ends if end is not None)})"
-        return ratio_words(self.against.ratio) + interval
+        against = self.against
+        if against.ratio is None or against.low is None or against.high is None:
+            return None if against.ratio is None else ratio_words(against.ratio)
+        return f"{ratio_words(against.ratio)} ({ratio_words(against.low)} to {ratio_words(against.high)})"
 
     def name(self, *, alone: bool) -> str:
         """`n2`, or `rank 5 (n2)` where its node has more processes than this one; `rank 5` on a single node."""
@@ -91,10 +90,10 @@ def slowest_sentence(row: Row, *, named: bool) -> str:
     name, what = slowest.name(alone=alone), f"{len(nodes)} {'nodes' if alone else 'processes'}"
     where = f" in {row.label()}" if named else ""
     against = slowest.against
-    if against.verdict == "slower" and slowest.ratio is not None:
-        ratio, _, interval = slowest.ratio.partition(" (")
-        interval = interval.rstrip(")")
-        return f"{name} is the slowest of {what}{where}: {ratio} times the others' time (99 % interval {interval})."
+    if against.ratio and against.low and against.high and against.verdict == "slower":
+        interval = f"99 % interval {ratio_words(against.low)} to {ratio_words(against.high)}"
+        times = f"{ratio_words(against.ratio)} times as long as the others' ({interval})"
+        return f"{name} is the slowest of {what}{where}: its step takes {times}."
     if against.within is not None:
         return f"The slowest of {what}{where}, {name}, differs from the others by less than {against.word.split(' ', 1)[1]}."
     return f"The slowest of {what}{where} is {name}; whether the others are faster cannot be told: {against.reason}."
