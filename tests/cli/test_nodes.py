@@ -36,9 +36,12 @@ def ran(*words: object, folder: Path, mark: str, expected: int = 0) -> tuple[str
 def test_every_strategy_agrees_over_two_nodes(tmp_path: Path):
     strategies = [*(name for name in OURS if name != "none"), "torch_ddp"]
     options = ["--steps", "2", "--warmups", "1", "--window-steps", "1", "--processes", "1", "--context", "16"]
+    options += ["--shard-ranks", "4,2"]  # all ranks, and those of a node
     ran("parallel", "--sync", ",".join(strategies), *options, "--out", "p.jsonl", folder=tmp_path, mark="parity")
     records = Store(tmp_path / "p.jsonl").read()
-    assert [record.config["sync"] for record in records] == strategies
+    grouped = {record.config["sync"] for record in records if record.config["shard_ranks"] == RANKS_OF_NODE}
+    assert grouped == {"bucketed", "sharded_flat", "fsdp"}
+    assert list(dict.fromkeys(record.config["sync"] for record in records)) == strategies
     losses = {}
     for record in records:
         assert record.failure is None, record.failure
@@ -46,9 +49,10 @@ def test_every_strategy_agrees_over_two_nodes(tmp_path: Path):
         assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
         assert all(len(values) == 2 for values in rank_values(record, "step").values())
         assert record.fact("waiting_s") is None, "clocks of nodes are not compared"
-        losses[record.config["sync"]] = record.tables["losses"]["loss"]
-    for name, values in losses.items():
-        assert values == pytest.approx(losses[strategies[0]], rel=1e-5), name
+        losses[record.config["sync"], record.config["shard_ranks"]] = record.tables["losses"]["loss"]
+    assert len(losses) == len(strategies) + len(grouped)
+    for strategy, values in losses.items():
+        assert values == pytest.approx(next(iter(losses.values())), rel=1e-5), strategy
 
 
 def test_collectives_by_level(tmp_path: Path):
