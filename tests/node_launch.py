@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from cell_maker import MARK, import_path
 from ranks import free_port
@@ -33,8 +34,13 @@ def variables(node: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def two_nodes(*words: object, folder: Path, mark: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
-    """Both nodes' processes, each the leader of a session; killed in the end. All that they start has the mark (cell_maker.py)."""
+def two_nodes(
+    *words: object, folder: Path, mark: str, of_second: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    """Both nodes' processes, each the leader of a session; killed in the end. All that they start has the mark (cell_maker.py).
+
+    `of_second`: variables of the second node alone.
+    """
     port = free_port()
     processes = [
         subprocess.Popen(
@@ -46,6 +52,7 @@ def two_nodes(*words: object, folder: Path, mark: str) -> Iterator[tuple[subproc
                 "PYTHONPATH": import_path(),
                 "CUDA_VISIBLE_DEVICES": "",
                 MARK: mark,
+                **(of_second if node else {}),
             },
             text=True,
             stdin=subprocess.DEVNULL,

@@ -1,16 +1,17 @@
 """Verbs in a launch over two pretend nodes of two tasks: one record a cell, strategies agree, a killed node loses no record."""
 
 import os
-import random
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+import trainstep
 from cell_maker import MARK, finish, import_path, marked, wait_until
+from killed_nodes import COMMANDS, SWEEP, kill_a_node
 from node_launch import NAMES, RANKS_OF_NODE, two_nodes
 from ranks import free_port
 from slurm_cluster import SlurmCluster
@@ -35,9 +36,12 @@ def ran(*words: object, folder: Path, mark: str, expected: int = 0) -> tuple[str
 def test_every_strategy_agrees_over_two_nodes(tmp_path: Path):
     strategies = [*(name for name in OURS if name != "none"), "torch_ddp"]
     options = ["--steps", "2", "--warmups", "1", "--window-steps", "1", "--processes", "1", "--context", "16"]
+    options += ["--shard-ranks", "4,2"]  # all ranks, and those of a node
     ran("parallel", "--sync", ",".join(strategies), *options, "--out", "p.jsonl", folder=tmp_path, mark="parity")
     records = Store(tmp_path / "p.jsonl").read()
-    assert [record.config["sync"] for record in records] == strategies
+    grouped = {record.config["sync"] for record in records if record.config["shard_ranks"] == RANKS_OF_NODE}
+    assert grouped == {"bucketed", "sharded_flat", "fsdp"}
+    assert list(dict.fromkeys(record.config["sync"] for record in records)) == strategies
     losses = {}
     for record in records:
         assert record.failure is None, record.failure
@@ -45,14 +49,17 @@ def test_every_strategy_agrees_over_two_nodes(tmp_path: Path):
         assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
         assert all(len(values) == 2 for values in rank_values(record, "step").values())
         assert record.fact("waiting_s") is None, "clocks of nodes are not compared"
-        losses[record.config["sync"]] = record.tables["losses"]["loss"]
-    for name, values in losses.items():
-        assert values == pytest.approx(losses[strategies[0]], rel=1e-5), name
+        losses[record.config["sync"], record.config["shard_ranks"]] = record.tables["losses"]["loss"]
+    assert len(losses) == len(strategies) + len(grouped)
+    for strategy, values in losses.items():
+        assert values == pytest.approx(next(iter(losses.values())), rel=1e-5), strategy
 
 
 def test_collectives_by_level(tmp_path: Path):
     out, _ = ran(
-        "collectives", "--mib", "0.01,0.1,1", "--steps", "3", "--out", "c.jsonl", folder=tmp_path, mark="levels"
+        *("collectives", "--mib", "0.01,0.1,1", "--steps", "3", "--out", "c.jsonl", "--page", "c.html"),
+        folder=tmp_path,
+        mark="levels",
     )
     records = Store(tmp_path / "c.jsonl").read()
     assert [record.config["level"] for record in records] == [
@@ -67,49 +74,14 @@ def test_collectives_by_level(tmp_path: Path):
         assert record.fact("node_bytes") == (None if sent is None else pytest.approx(sent, abs=2))
     assert "n1 - n2" in out
     assert "slowest link" in out
+    page = (tmp_path / "c.html").read_text()
+    assert all(words in page for words in ("in nodes", "across nodes", "slowest link", "n1 - n2"))
 
 
-SWEEP = """
-timeout_s = 60
-[grid]
-workload = "workloads:SLEEP"
-device = ["cpu"]
-ranks = [4]
-nodes = [2]
-seconds = [0.05]
-steps = [6]
-name = ["a", "b", "c"]
-"""
-SWEEPING = ("sweep", "it.toml", "--out", "it.jsonl")
-IN_PARALLEL = (
-    *("parallel", "--sync", "flat", "--context", "8,16,24", "--steps", "2", "--window-steps", "1", "--warmups", "1"),
-    *("--out", "it.jsonl", "--resume"),
-)
-
-
-@pytest.mark.parametrize(("words", "seed"), [(SWEEPING, 1), (IN_PARALLEL, 2)], ids=["sweep", "parallel"])
-def test_a_node_that_is_killed_loses_no_finished_cell(words: tuple[str, ...], seed: int, tmp_path: Path):
-    (tmp_path / "it.toml").write_text(SWEEP)
-    store, mark = Store(tmp_path / "it.jsonl"), f"killed{seed}"
-    with two_nodes(*words, folder=tmp_path, mark=mark) as (first, second):
-        assert wait_until(lambda: store.path.exists() and len(store.read()) >= 1, 40)
-        time.sleep(random.Random(seed).uniform(0, 2.0))
-        os.killpg(second.pid, signal.SIGKILL)
-        killed_s = time.monotonic()
-        code, _, err = finish(first, timeout_s=60)
-        assert time.monotonic() - killed_s < 60
-    assert wait_until(lambda: not marked(mark))
-    before = store.read()
-    failures = [record.failure for record in before if record.failure is not None]
-    assert len(failures) <= 1
-    assert all("n2" in failure.message for failure in failures)
-    assert len(before) == 3 or (code == 2 and "nodes: n2 is lost" in err and "to continue: trainstep" in err)
-    retries = ["--retry-failed"] if words is SWEEPING else []
-    ran(*words, *retries, folder=tmp_path, mark=f"again{seed}", expected=0 if retries or not failures else 3)
-    after = store.latest()
-    assert len(after) == 3
-    assert sum(record.failure is not None for record in after.values()) == (0 if words is SWEEPING else len(failures))
-    assert all(after[record.key] == record for record in before if record.failure is None)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_node_that_is_killed_loses_no_finished_cell(kind: str, seed: int, tmp_path: Path):
+    kill_a_node(kind, seed, 12.0, tmp_path)
 
 
 def test_a_driver_that_is_killed_leaves_nothing_on_the_other_node(tmp_path: Path):
@@ -117,7 +89,8 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_other_node(tmp_path: Path
     with two_nodes("sweep", "it.toml", folder=tmp_path, mark="driver") as (first, second):
         assert wait_until(lambda: len(marked("driver")) >= 2 + 4, 40)
         os.killpg(first.pid, signal.SIGKILL)
-        assert finish(second)[0] == 3
+        code, _, err = finish(second)
+        assert (code, "nodes: the first node, n1, is lost" in err) == (3, True)
     assert wait_until(lambda: not marked("driver"))
 
 
@@ -128,12 +101,55 @@ def test_bad_input_ends_both_nodes(tmp_path: Path):
     assert "nodes: 3 ranks cannot be spread evenly over 2 nodes" in err
 
 
+def test_nodes_with_other_packages_are_refused_unless_they_may_be_mixed(tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(Path(trainstep.__file__).parent, other / "trainstep", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "trainstep" / "spans.py").open("a") as file:
+        file.write("# changed\n")
+    words = ("collectives", "--level", "all", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl")
+    for options, expected in (((), 2), (("--allow-mixed",), 0)):
+        launch = two_nodes(*words, *options, folder=tmp_path, mark="mixed", of_second={"PYTHONPATH": str(other)})
+        with launch as (first, second):
+            code, _, err = finish(first, timeout_s=100)
+            assert (code, finish(second)[0]) == (expected, expected), err
+        assert ("nodes: n1 and n2 differ: " in err) == (expected == 2)
+    [record] = Store(tmp_path / "c.jsonl").read()
+    assert record.failure is None
+
+
+def test_every_node_takes_the_same_step(tmp_path: Path):
+    options = ["--context", "16,32", "--steps", "6", "--out", "b.jsonl"]
+    out, _ = ran("bench", *options, folder=tmp_path, mark="bench")
+    records = Store(tmp_path / "b.jsonl").read()
+    for record in records:
+        assert record.failure is None
+        assert (record.config["ranks"], record.config["nodes"]) == (2, 2), "one a node on CPUs"
+        assert [node_of_rank(record, rank) for rank in range(2)] == list(NAMES)
+        steps = rank_values(record, "step")
+        assert [len(values) for values in steps.values()] == [6, 6]
+        assert record.samples["step"].values in [tuple(values) for values in steps.values()]
+    assert [record.config["context"] for record in records] == [16, 32]
+    assert "slowest of 2 nodes" in out
+    assert "Step on each node" in out
+
+
+def test_memory_of_every_node(tmp_path: Path):
+    options = ["--ranks", "4", "--sync", "fsdp", "--context", "16", "--out", "m.jsonl", "--page", "m.html"]
+    out, _ = ran("memory", *options, folder=tmp_path, mark="memory")
+    [record] = Store(tmp_path / "m.jsonl").read()
+    assert record.failure is None
+    assert (record.config["ranks"], record.config["nodes"]) == (4, 2)
+    assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
+    assert "Peak of each rank" in out
+    assert "(n1)" in (tmp_path / "m.html").read_text()
+
+
 def test_one_process_runs_on_the_first_node(tmp_path: Path):
-    options = ["--context", "16", "--steps", "2", "--out", "b.jsonl"]
-    ran("bench", *options, folder=tmp_path, mark="bench")
+    options = ["--context", "16", "--steps", "2", "--nodes", "1", "--ranks", "1", "--out", "b.jsonl"]
+    ran("bench", *options, folder=tmp_path, mark="first")
     [record] = Store(tmp_path / "b.jsonl").read()
     assert record.failure is None
-    assert "nodes" not in record.config
+    assert "ranks" not in record.tables
 
 
 def on_slurm(command: list[str], folder: Path, cluster: SlurmCluster, mark: str) -> None:
@@ -164,14 +180,26 @@ def test_srun_on_two_nodes(
 ):
     few = ["--level", "across_nodes", "--mib", "0.01", "--steps", "3", "--out", "c.jsonl"]
     on_slurm([*launcher, *TRAINSTEP, "collectives", *few, *options], tmp_path, slurm_daemons, "srun")
-    [record] = Store(tmp_path / "c.jsonl").read()
-    assert record.failure is None
-    assert [node_of_rank(record, rank) for rank in range(4)] == PLACES
+    step = ["--context", "16", "--steps", "3", "--out", "b.jsonl"]
+    on_slurm([*launcher, *TRAINSTEP, "bench", *step, *options], tmp_path, slurm_daemons, "srun")
+    for name, places in (("c.jsonl", PLACES), ("b.jsonl", PLACES if options else list(NAMES))):
+        [record] = Store(tmp_path / name).read()
+        assert record.failure is None
+        assert [node_of_rank(record, rank) for rank in range(len(places))] == places
 
 
 def test_jobs_of_a_sweep_on_two_nodes(tmp_path: Path, slurm_daemons: SlurmCluster):
     (tmp_path / "it.toml").write_text(SWEEP)
-    command = [sys.executable, "-m", "trainstep", *SWEEPING, "--slurm", slurm_daemons.partition, "--slurm-gpus", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainstep",
+        *COMMANDS["sweep"],
+        "--slurm",
+        slurm_daemons.partition,
+        "--slurm-gpus",
+        "0",
+    ]
     on_slurm([*command, "--set", "name=a"], tmp_path, slurm_daemons, "jobs")
     [record] = Store(tmp_path / "it.jsonl").read()
     assert record.failure is None

@@ -1,12 +1,13 @@
 """torchrun on two pretend nodes, joined by a link of known speed: `trainstep collectives` finds that speed between the nodes."""
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from slow_link_nodes import nodes, on_both_nodes
-from slow_link_ranks import limited_to
+from cell_maker import marked, wait_until
+from slow_link_nodes import limit, nodes, on_both_nodes, started_on_both_nodes
 from trainstep.records.store import Store
 from trainstep.report.kit.rows import rows_of
 from trainstep.report.parallel.collectives import fit_of, node_bytes_per_s, series_of
@@ -28,9 +29,7 @@ def collectives(places: tuple[tuple[str, str], ...], folder: Path) -> None:
 def test_the_speed_of_the_link_between_nodes_is_found(
     nodes: tuple[tuple[str, str], ...], tmp_path: Path, rate: str, bytes_per_s: float
 ):
-    for namespace, link in nodes:
-        limit = ["ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", link, "root", *limited_to(rate)]
-        subprocess.run(limit, check=True)
+    limit(nodes, rate)
     collectives(nodes, tmp_path)
     rows = rows_of([("c.jsonl", record) for record in Store(tmp_path / "c.jsonl").read()])
     assert all(row.record.failure is None for row in rows)
@@ -41,3 +40,44 @@ def test_the_speed_of_the_link_between_nodes_is_found(
         found[alike[0].record.config["level"]] = node_bytes_per_s(alike[0].record, fit)
         found |= {link.name: link.bytes_per_s for link in links_of(alike)}
     assert found == {name: pytest.approx(bytes_per_s, rel=WITHIN) for name in ("across_nodes", "n1 - n2")}
+
+
+CUT_SWEEP = """
+timeout_s = 300
+[grid]
+workload = "parallel"
+device = ["cpu"]
+model = "tiny"
+context = [8]
+ranks = [4]
+nodes = [2]
+sync = "flat"
+window_steps = [1]
+warmups = [1]
+steps = [2, 100000]
+"""
+"""A short cell, and one that is not over before its node is cut off."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_host_that_is_cut_off_ends_the_cell_with_its_name(nodes: tuple[tuple[str, str], ...], tmp_path: Path):
+    (tmp_path / "cut.toml").write_text(CUT_SWEEP)
+    store, mark = Store(tmp_path / "cut.jsonl"), "cut off"
+    words = ("-m", "trainstep", "sweep", "cut.toml", "--out", "cut.jsonl")
+    with started_on_both_nodes(nodes, lambda _: words, folder=tmp_path, mark=mark) as (first, second):
+        assert wait_until(lambda: store.path.exists() and len(store.read()) == 1, 60)
+        time.sleep(4)  # the second cell's steps
+        namespace, link = nodes[1]
+        subprocess.run(["ip", "-n", namespace, "link", "set", link, "down"], check=True)  # no connection is closed
+        cut_s = time.monotonic()
+        out, _ = first.communicate(timeout=90)
+        assert time.monotonic() - cut_s < 60
+        second.communicate(timeout=max(60 - (time.monotonic() - cut_s), 1))
+    assert first.returncode != 0
+    assert "nodes: n2 is lost" in out or "n2" in str(store.read()[-1].failure), out
+    finished, cut = store.read()
+    assert finished.failure is None
+    assert cut.failure is not None
+    assert "n2" in cut.failure.message
+    assert wait_until(lambda: not marked(mark))

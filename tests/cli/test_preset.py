@@ -50,7 +50,7 @@ FEW = (
         ("--preset fastest --page p.html", "page: a preset writes TOML and Markdown"),
         ("--preset fastest --out mine.jsonl", "out: mine.toml does not look like a preset that this version"),
         ("--preset fastest --model tiny,tiny", "preset: two cells of the grid are the same"),
-        ("--preset fastest --ranks 2", "Unknown option: --ranks"),
+        ("--preset fastest --ranks 2", "ranks: --preset searches in one process; leave ranks out"),
         ("--preset fastest --budget-minutes 0", "budget_minutes: must be a positive number"),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainstep.config.grid import Cell, check_grid_keys, expand, grid_from_settings, grid_from_text, groups_along
-from trainstep.config.parsing import build_config, build_run, to_plain
+from trainstep.config.parsing import build_config, to_plain
 
 
 def labels(cells: list[Cell]) -> list[str]:
@@ -39,7 +39,7 @@ def test_the_first_field_varies_slowest():
     cells = expand({"model": ["tiny", "mini"], "context": [8, 16]}, {"steps": 3})
     assert labels(cells) == ["tiny, context 8", "tiny, context 16", "mini, context 8", "mini, context 16"]
     assert [dict(cell.point) for cell in cells][1] == {"model": "tiny", "context": 16}
-    assert cells[1].config == to_plain(build_run({"model": "tiny", "context": 16, "steps": 3}))
+    assert cells[1].config == to_plain(build_config("train_step", {"model": "tiny", "context": 16, "steps": 3}))
     assert {cell.workload for cell in cells} == {"train_step"}
 
 

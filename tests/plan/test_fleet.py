@@ -17,6 +17,7 @@ from trainstep.plan.fleet.streams import Ran, Task, simulate
 from trainstep.plan.fleet.topology import Group, Link, Topology, topology_of
 from trainstep.plan.time.calibration import calibration_for, data_sheet
 from trainstep.plan.time.step_time import STRAGGLERS, step_time
+from trainstep.report.plan.fleet import fleet_words
 
 H100 = gpu_named("h100")
 SPEEDS = calibration_for(H100)
@@ -207,3 +208,38 @@ def test_ranks_follow_from_nodes():
     assert "ranks" not in with_ranks({"context": 128})
     assert planned_ranks({"nodes": [1, 2], "gpus_per_node": [1, 4]}) == [1, 4, 2, 8]
     assert planned_ranks({"context": [1]}) == [1]
+
+
+def test_gloo_has_rings_and_reduces_the_whole_tensor():
+    gloo = replace(TWO_NODES, backend="gloo")
+    everyone = gloo.group(Level.ALL, None)
+    assert collective_s(gloo, "reduce_scatter", 1e9, everyone) == collective_s(TWO_NODES, "all_reduce", 1e9, everyone)
+    assert collective_s(gloo, "all_gather", 1e9, everyone) == collective_s(TWO_NODES, "all_gather", 1e9, everyone)
+    many = replace(gloo, nodes=64)
+    in_ring = collective_s(many, "all_reduce", 1e3, many.group(Level.ALL, None))
+    assert in_ring > collective_s(replace(many, backend="nccl"), "all_reduce", 1e3, many.group(Level.ALL, None))
+
+
+@pytest.mark.parametrize(
+    ("options", "faster"),
+    [
+        ({"sync": "bucketed", "network_gbs": 5}, True),
+        ({"sync": "fsdp", "network_gbs": 5}, True),
+        ({"sync": "bucketed", "network_gbs": 100}, False),
+        ({"sync": "fsdp", "network_gbs": 5, "shard_ranks": 8}, None),
+        ({"sync": "naive", "network_gbs": 5}, None),
+        ({"sync": "fsdp", "network_gbs": 5, "ranks": 4}, None),
+    ],
+)
+def test_groups_are_advised_where_they_are_faster(options: dict[str, Any], faster: bool | None):
+    assert SPEEDS is not None
+    _, found = planned_fleet(planned(nodes=4, model="xl", **options), SPEEDS, H100, has_nodes=True)
+    assert found is not None
+    if faster is None:
+        assert found.in_groups is None
+        return
+    assert found.in_groups is not None
+    again, _ = planned_fleet(planned(nodes=4, model="xl", shard_ranks=8, **options), SPEEDS, H100, has_nodes=True)
+    assert found.in_groups.step == again.step, "as if it had been planned with groups"
+    assert found.in_groups.step.time_s < found.time.step.time_s or not faster
+    assert ("With --shard-ranks 8, averages across nodes in parts" in fleet_words(found)) == faster

@@ -75,7 +75,7 @@ _BUDGET_HELP = (
     "ran; the first always runs. What is left is then reported with the command that continues, and the exit code is 4."
 )
 _MIXED_HELP = (
-    "Continue a file of records (--resume; sweep and tune always do) even if another GPU, torch or commit made them."
+    "Continue a file of records (--resume; sweep, tune), or mix nodes, though they differ in GPU, torch or commit."
 )
 CONFIG_HELP = (
     "TOML file with options of this verb, as context = [128, 256] (a list is a grid). The command line overrides it, and it "

@@ -20,7 +20,7 @@ from trainstep.config.numerics import NumericsConfig
 from trainstep.config.op import OpConfig
 from trainstep.config.parallel import ParallelConfig
 from trainstep.config.profile import ProfileConfig
-from trainstep.config.run import RunConfig
+from trainstep.config.run import BenchConfig
 from trainstep.config.script import ScriptConfig
 
 
@@ -62,22 +62,28 @@ class Instrument:
     """Says in words what was run; by default a report gives the number of cells."""
     own_words: frozenset[str] = frozenset()
     """Which of `peak`, `ratios`, `spread` and `times` its own tables explain, so that common notes and tables leave them out."""
+    ranks_apart: bool = False
+    """Whether the ranks of a cell send each other nothing: each does the same work by itself."""
 
 
 _ROWS = (
     Instrument(
         name="train_step",
         title="Training step",
-        config=RunConfig,
+        config=BenchConfig,
         measured="trainstep.measure.step.workload:WORKLOAD",
         verb="bench",
         answer="trainstep.report.step.answer:step_answer",
-        compared_tables="trainstep.report.step.recomputation:curve_tables",
+        compared_tables="trainstep.report.step.ranks:step_tables",
         charts=("trainstep.report.step.phases:phases_charts",),
-        sections=("trainstep.report.step.recomputation:recomputation_sections",),
+        sections=(
+            "trainstep.report.step.ranks:ranks_sections",
+            "trainstep.report.step.recomputation:recomputation_sections",
+        ),
         last_sections=("trainstep.report.step.warmup:warmup_sections",),
         summary="trainstep.report.kit.notes:step_words",
         own_words=frozenset({"times"}),
+        ranks_apart=True,
     ),
     Instrument(
         name="parallel",

@@ -61,7 +61,7 @@ def build_config(workload: str, values: Mapping[str, Any]) -> Any:
     `model` is a size's name, package.module:function, or (numerics only) `toy`; the model's own fields stand beside it.
     """
     config_class = CONFIGS[workload]
-    return build(config_class, values, where="run" if config_class is RunConfig else workload)
+    return build(config_class, values, where="run" if workload == "train_step" else workload)
 
 
 def build(config_class: Any, values: Mapping[str, Any], *, where: str) -> Any:
@@ -77,7 +77,7 @@ def build(config_class: Any, values: Mapping[str, Any], *, where: str) -> Any:
 
 def build_run(values: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from flat values."""
-    run: RunConfig = build_config("train_step", values)
+    run: RunConfig = build(RunConfig, values, where="run")
     return run
 
 
@@ -174,8 +174,15 @@ def _shape_of(model: ModelConfig | UserModel) -> dict[str, Any]:
     return {name: value for name, value in vars(model).items() if value != named[name]}
 
 
-ADDED_LATER: Mapping[str, Any] = MappingProxyType({"nodes": 1, "level": "all"})
-"""Field -> its default."""
+ADDED_LATER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "train_step": {"ranks": 1, "nodes": 1},
+        "parallel": {"nodes": 1},
+        "memory": {"nodes": 1},
+        "collective": {"nodes": 1, "level": "all"},
+    }
+)
+"""Workload -> the fields that its older records do not have -> their defaults."""
 
 
 def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
@@ -186,7 +193,7 @@ def config_hash(workload: str, plain: Mapping[str, Any]) -> str:
     ValueError names the field whose value JSON cannot represent: a NaN, an infinity, a date.
     """
     try:
-        later = {} if ":" in workload else ADDED_LATER  # a user's workload has fields of its own
+        later = ADDED_LATER.get(workload, {})
         counted = {name: value for name, value in plain.items() if name not in later or later[name] != value}
         canonical = _canonical([workload, counted])
     except (TypeError, ValueError) as error:

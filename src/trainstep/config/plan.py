@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-from trainstep.config.fields import check_integer, described, part
+from trainstep.config.fields import check_choices, check_integer, described, part
 from trainstep.config.nodes import check_nodes
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import DEVICES, RunConfig
@@ -47,7 +47,14 @@ class FleetConfig:
         "relative standard deviation of ranks' speeds; every rank waits for the slowest of all", 0.01
     )
 
+    backend: str = described(
+        "library of the messages; gloo, between CPUs, averages the whole tensor where a rank needs its shard alone",
+        "nccl",
+        ("nccl", "gloo"),
+    )
+
     def __post_init__(self) -> None:
+        check_choices(self)
         check_integer(self, "nodes", at_least=1, at_most=1024)
         for name in ("gpus_per_node", "rails"):
             if getattr(self, name) is not None:

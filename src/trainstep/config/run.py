@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 from trainstep.config.model import ModelConfig, UserModel
+from trainstep.config.nodes import check_nodes
 from trainstep.costs.transformer import step_flops
 
 MODES = ("forward", "forward_no_grad", "forward_backward", "step")
@@ -20,6 +21,7 @@ RECOMPUTES = ("none", "selective", "narrow", "block")
 UPDATES = ("after_backward", "in_backward", "by_bucket")
 CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")
+_MOST_RANKS = 1024
 
 
 class Phase(StrEnum):
@@ -250,3 +252,24 @@ class RunConfig:
     @property
     def updates_in_backward(self) -> bool:
         return self.update == "in_backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(RunConfig):
+    """The step that every rank takes by itself, without messages. ValueError names the field and the remedy."""
+
+    ranks: int = described(
+        "processes that take this step at the same time, each by itself, on a GPU of its own where there are GPUs; over several "
+        "nodes the default is one for each of their GPUs, on CPUs one a node",
+        1,
+    )
+    nodes: int = described(
+        "nodes that these processes are spread over; more than one needs --slurm, or a launch by srun or torchrun, whose nodes are "
+        "the default there",
+        1,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(self, "ranks", at_least=1, at_most=_MOST_RANKS)
+        check_nodes(self.ranks, self.nodes)

@@ -135,6 +135,7 @@ FACTS: Mapping[str, FactKind] = {
     "exposed_s": FactKind("s", float, "time in which a message was in flight and nothing computed"),
     "tail_s": FactKind("s", float, "time from the end of computing to the end of the last gradient message"),
     "trace_failed": FactKind("", str, "why there is no result from a trace"),
+    "node": FactKind("", str, "name of the node on which a rank ran, where there are several"),
     "fullest_rank": FactKind("", int, "rank with the highest peak of memory, which the record's facts describe"),
     # Memory
     "peak_requested_bytes": FactKind("bytes", float, "the most that tensors requested, by the allocator"),

@@ -45,7 +45,14 @@ def rank_spread(record: Record, quantity: str) -> RankSpread | None:
 def node_of_rank(record: Record, rank: int) -> str | None:
     """The name of the node on which a rank ran; None where the cell ran on one."""
     table = record.tables.get(RANKS, {})
-    return dict(zip(table.get("rank", ()), table.get("node", ()), strict=False)).get(rank)
+    named = dict(zip(table.get("rank", ()), table.get("node", ()), strict=False)).get(rank)
+    return named if named is not None or RANK_FACTS not in record.tables else facts_of_rank(record, rank).get("node")
+
+
+def rank_name(record: Record, rank: int) -> str:
+    """`rank 3`, or `rank 3 (n2)` where the cell ran on several nodes."""
+    node = node_of_rank(record, rank)
+    return f"rank {rank}" + (f" ({node})" if node else "")
 
 
 def fullest_rank(record: Record) -> int:

@@ -121,8 +121,8 @@ def doubts(record: Record) -> tuple[str, ...]:
     harmful = [reason for reason in reasons if reason and reason not in _HARMLESS_THROTTLING]
     if harmful:
         phrases.append(f"throttled ({', '.join(harmful)})")
-    ranks = record.config.get("ranks")
-    if record.config.get("device") == "cpu" and isinstance(ranks, int) and ranks > record.environment.cores:
+    ranks, nodes = record.config.get("ranks"), record.config.get("nodes", 1)
+    if record.config.get("device") == "cpu" and isinstance(ranks, int) and ranks // nodes > record.environment.cores:
         phrases.append("more ranks than cores")
     for resource, (fact, limit) in _BUSY.items():
         share = record.fact(fact) or 0.0

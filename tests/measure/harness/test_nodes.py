@@ -195,6 +195,20 @@ def test_slurms_list_of_hosts(text: str, hosts: tuple[str, ...]):
     assert hosts_of(text) == hosts
 
 
+def test_of_ranks_apart_the_slowest_makes_the_record():
+    def found(loss: float, *steps: float) -> dict[str, object]:
+        values = {"step": {"unit": "s", "values": list(steps), "warmups": [9.0]}}
+        return {"samples": values, "facts": {"loss": loss}, "tables": {"losses": {"loss": [loss]}}}
+
+    merged = merged_findings(
+        [found(1.0, 1, 5, 1), found(2.0, 2, 2, 2), found(3.0, 2, 1, 2)], ("n1", "n2", "n3"), apart=True
+    )
+    assert merged["samples"]["step"]["values"] == [2, 2, 2], "of equal medians the first; no value of another rank"
+    assert (merged["facts"]["loss"], merged["tables"]["losses"]["loss"]) == (2.0, [2.0])
+    assert merged["tables"]["ranks"]["values"] == [[1, 5, 1], [2, 2, 2], [2, 1, 2]]
+    assert merged["tables"]["ranks"]["node"] == ["n1", "n2", "n3"]
+
+
 def test_rounds_keep_the_nodes_of_ranks():
     sample = {"step": {"unit": "s", "values": [1.0], "warmups": []}}
     findings = [{"samples": sample, "facts": {}, "tables": {}}] * 2

@@ -93,6 +93,16 @@ def test_a_checkpoint_loads_in_other_groups(tmp_path: Path):
             assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "shard_ranks"), [(6, 3), (6, 2), (2, 1)])
+def test_other_nodes_of_other_ranks_continue(ranks: int, shard_ranks: int, tmp_path: Path):
+    """Two nodes of two ranks have trained, with a group on each; two of three, three of two, and two of one go on."""
+    expected = run_ranks(4, save, tmp_path / "c", 2)[0]
+    for state in run_ranks(ranks, load, tmp_path / "c", shard_ranks):
+        for name, value in expected.items():
+            assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-7), name
+
+
 def test_the_module_may_be_loaded_alone(tmp_path: Path):
     model, sync, _ = started(alone())
     save_checkpoint(tmp_path / "c", sync)

@@ -15,7 +15,7 @@ from trainstep.measure.harness.connection import CellConnection, CellLost
 from trainstep.measure.harness.nodes import Lines, node_name
 from trainstep.records.record import Failure
 
-_LOST = 3
+LOST = 3
 """The exit code of an agent whose driver is gone."""
 
 
@@ -32,7 +32,7 @@ class Agent:
                 if line["do"] == "end":
                     return int(line["code"])
                 self._obey(line)
-            return _LOST
+            return LOST
         finally:
             for process in self._processes.values():
                 process.connection.kill()

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from trainstep.config.import_path import python_command
-from trainstep.measure.harness.node_agent import Agent
+from trainstep.measure.harness.node_agent import LOST, Agent
 from trainstep.measure.harness.nodes import Lines, Node, Nodes, node_name
 from trainstep.measure.harness.rank_connection import free_port
 from trainstep.measure.machine.environment import environment
@@ -80,9 +80,15 @@ def serve_node(launch: Launch, *, timeout_s: float = MEETING_S) -> int:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"nodes: {where}, did not come within {timeout_s:g} s ({reason})") from None
     lines = Lines(peer)
-    _introduce(lines, launch, os.environ.get("TRAINSTEP_TOKEN") or stored_token)
+    name = _introduce(lines, launch, os.environ.get("TRAINSTEP_TOKEN") or stored_token)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver says when it ends
-    return Agent(lines).serve()
+    code = Agent(lines).serve()
+    if code == LOST:
+        print(
+            f"trainstep: nodes: the first node, {name}, is lost; start the launch again with all its nodes",
+            file=sys.stderr,
+        )
+    return code
 
 
 @contextmanager
@@ -172,7 +178,7 @@ def _welcomed(lines: Lines, token: str) -> Node | None:
         lines.send(refused=True)
         lines.close()
         return None
-    lines.send(proof=proof(token, str(hello["challenge"]), "driver"))
+    lines.send(proof=proof(token, str(hello["challenge"]), "driver"), name=node_name())
     return Node(int(hello["node"]), str(hello["name"]), Environment(**hello["environment"]), lines)
 
 
@@ -186,8 +192,8 @@ def _absent(launch: Launch, came: Mapping[int, Node], timeout_s: float) -> str:
     )
 
 
-def _introduce(lines: Lines, launch: Launch, token: str) -> None:
-    """Prove that this node knows the token, and check that the driver does."""
+def _introduce(lines: Lines, launch: Launch, token: str) -> str:
+    """Prove that this node knows the token, and check that the driver does; returns the name of the driver's node."""
     challenge = secrets.token_hex(16)
     asked = lines.receive(_HELLO_S) or {}
     lines.send(
@@ -202,6 +208,7 @@ def _introduce(lines: Lines, launch: Launch, token: str) -> None:
         raise ValueError(
             "TRAINSTEP_TOKEN: the first node and this one do not have the same; set it alike on every node"
         )
+    return str(answer.get("name", launch.address))
 
 
 def main() -> None:

@@ -22,9 +22,10 @@ import dataclasses
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from trainstep.config.grid import Cell
@@ -38,7 +39,7 @@ from trainstep.parallel.liveness.standstill import rank_words
 from trainstep.parallel.liveness.watch import LEFT
 from trainstep.records.ranks import SLOWEST
 from trainstep.records.record import Failure
-from trainstep.records.tables import RANKS
+from trainstep.records.tables import RANK_FACTS, RANKS
 
 _MOMENT_S = 2.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -154,7 +155,7 @@ class RankConnection:
         ends = _wait_for_ends(futures)
         failed = [end for end in ends if end.failed]
         if not failed:
-            return _merged(ends, self._places)
+            return _merged(ends, self._places, apart=_are_apart(cell))
         if len(failed) == len(self._ranks) and all(end.answer and end.answer["again"] for end in failed):
             # Every rank refused the same unsupported cell, and can measure another one.
             return failed[0].with_message(failed[0].message)
@@ -285,33 +286,40 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _merged(ends: Sequence[_End], places: Sequence[str]) -> Answer:
-    """The answer of rank 0 with the findings of all ranks in it; no rank failed."""
+def _are_apart(cell: Cell) -> bool:
+    """Whether the cell's ranks send each other nothing."""
+    return cell.workload in INSTRUMENTS and INSTRUMENTS[cell.workload].ranks_apart
+
+
+def _merged(ends: Sequence[_End], places: Sequence[str], *, apart: bool) -> Answer:
+    """The answer of rank 0 with the findings of all ranks in it; no rank failed.
+
+    `apart`: as `merged_findings`; the environment is then the slowest rank's too.
+    """
     answers = [end.answer for end in sorted(ends, key=lambda end: end.rank) if end.answer is not None]
     if "findings" not in answers[0]:
         return answers[0]
     again = all(answer["again"] for answer in answers)
-    findings = merged_findings([answer["findings"] for answer in answers], places)
-    return {**answers[0], "findings": findings, "again": again}
+    first = answers[slowest_rank([answer["findings"] for answer in answers])] if apart else answers[0]
+    findings = merged_findings([answer["findings"] for answer in answers], places, apart=apart)
+    return {**first, "findings": findings, "again": again}
 
 
-def merged_findings(findings: Sequence[Plain], places: Sequence[str] = ()) -> dict[str, Any]:
+def merged_findings(findings: Sequence[Plain], places: Sequence[str] = (), *, apart: bool = False) -> dict[str, Any]:
     """Merge the findings of all ranks, as their processes send them, in the order of ranks. `places`: each rank's node.
 
     Facts and tables are rank 0's. Each value of the samples in SLOWEST (`step` and the like) is the slowest rank's,
-    because a step is over when its last rank is. The table `ranks` has every quantity of which all ranks took as many
-    values, rank by rank.
+    because a step is over when its last rank is. Of ranks `apart`, which send each other nothing, the record has all that the
+    slowest rank found, by its median step. The table `ranks` has every quantity of which all ranks took as many values, rank by
+    rank.
     """
     first, by_rank = findings[0], [rank_findings["samples"] for rank_findings in findings]
     common = [name for name in first["samples"] if _alike([samples.get(name) for samples in by_rank])]
-    merged = dict(first["samples"])
-    for name in set(common) & set(SLOWEST):
-        of_ranks = [samples[name] for samples in by_rank]
-        slowest = {
-            part: [max(values) for values in zip(*(sample[part] for sample in of_ranks), strict=True)]
-            for part in ("values", "warmups")
-        }
-        merged[name] = {**of_ranks[0], **slowest}
+    if apart:
+        first = findings[slowest_rank(findings)]
+        merged = dict(first["samples"])
+    else:
+        merged = {**first["samples"], **_slowest_values(by_rank, set(common) & set(SLOWEST))}
     rows = [
         (rank, name, samples[name]["unit"], list(samples[name]["values"]))
         for name in common
@@ -320,7 +328,36 @@ def merged_findings(findings: Sequence[Plain], places: Sequence[str] = ()) -> di
     table = _ranks_table(rows)
     if places:
         table[_NODE] = [places[rank] for rank in table["rank"]]
-    return {**first, "samples": merged, "tables": {**first["tables"], RANKS: table}}
+    tables = {**first["tables"], RANKS: table}
+    if places and RANK_FACTS in tables:
+        tables[RANK_FACTS] = _with_nodes(tables[RANK_FACTS], places)
+    return {**first, "samples": merged, "tables": tables}
+
+
+def _with_nodes(table: Plain, places: Sequence[str]) -> dict[str, list[Any]]:
+    """The table of every rank's facts, with its node as one more fact of each."""
+    count = len(places)
+    added = {"rank": [*range(count)], "fact": [_NODE] * count, "value": [*places], "unit": [""] * count}
+    return {name: [*table[name], *values] for name, values in added.items()}
+
+
+def slowest_rank(findings: Sequence[Plain]) -> int:
+    """The rank whose median step is the longest; 0 where none was timed."""
+    steps = [rank_findings["samples"].get("step", {}).get("values", ()) for rank_findings in findings]
+    return max(range(len(steps)), key=lambda rank: (median(steps[rank]) if steps[rank] else 0.0, -rank))
+
+
+def _slowest_values(by_rank: Sequence[Plain], names: Iterable[str]) -> dict[str, Plain]:
+    """The samples of these names, of which each value is the slowest rank's."""
+    slowest: dict[str, Plain] = {}
+    for name in names:
+        of_ranks = [samples[name] for samples in by_rank]
+        values = {
+            part: [max(values) for values in zip(*(sample[part] for sample in of_ranks), strict=True)]
+            for part in ("values", "warmups")
+        }
+        slowest[name] = {**of_ranks[0], **values}
+    return slowest
 
 
 def joined_ranks(tables: Sequence[Plain]) -> dict[str, list[Any]]:

@@ -10,6 +10,7 @@ tables   losses: of the steps before the timed ones (those that capture takes, t
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import median
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainstep.config.machine import matmul_dtype
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import from_plain
-from trainstep.config.run import Phase, RunConfig
+from trainstep.config.run import BenchConfig, Phase, RunConfig
 from trainstep.costs.transformer import CONVENTION
 from trainstep.measure.harness.failures import CellFailed, try_afterwards
 from trainstep.measure.harness.workload import Findings, Stage, Stages, compilation_facts
@@ -29,6 +30,7 @@ from trainstep.measure.step.built_step import BuiltStep, open_device
 from trainstep.measure.step.clock import ReadWindow, StepTimer
 from trainstep.measure.step.device_trace import device_busy_s
 from trainstep.measure.step.recompute_budget import Recomputation, fit_budget
+from trainstep.parallel.launch import find_launch
 from trainstep.plan.recomputation import BudgetTooSmall
 from trainstep.records.facts import Fact, facts_of
 from trainstep.records.record import Failure, Samples
@@ -47,15 +49,18 @@ class TrainStepWorkload:
     shares_worker = False
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "TrainStepMeasurement":
-        return prepare_step(from_plain(RunConfig, config), stage)
+        run = from_plain(BenchConfig, config)
+        # Several processes that take the step by themselves have the variables of ranks (harness/rank_connection.py).
+        several = run.device == "cuda" and run.ranks > 1
+        return prepare_step(run, stage, torch.device("cuda", find_launch(os.environ).local_rank) if several else None)
 
 
 WORKLOAD = TrainStepWorkload()
 
 
-def prepare_step(run: RunConfig, stage: Stage) -> "TrainStepMeasurement":
-    """Open the device, build the step and warm it up."""
-    opened = open_device(torch.device(run.device), Stages(stage))
+def prepare_step(run: RunConfig, stage: Stage, device: torch.device | None = None) -> "TrainStepMeasurement":
+    """Open the device, by default the first of `run.device`, build the step and warm it up."""
+    opened = open_device(device or torch.device(run.device), Stages(stage))
     built = opened.build(lambda: build_step(run))
     if run.recompute_budget_gib is None:
         return warm_up(built)

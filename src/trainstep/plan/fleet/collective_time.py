@@ -1,4 +1,4 @@
-"""Seconds of a collective among ranks of one node or of several, as NCCL sends it: around a ring, or up and down a tree.
+"""Seconds of a collective among ranks of one node or of several, as NCCL or gloo sends it: around a ring, or up and down a tree.
 
 S: bytes of the whole tensor, n: ranks, N: nodes that they are on, a: a link's latency of a hop, w: bandwidth.
 
@@ -9,6 +9,9 @@ S: bytes of the whole tensor, n: ranks, N: nodes that they are on, a: a link's l
 
 NCCL takes the faster of both for a size (NVIDIA/nccl, src/graph/tuning.cc, which also has the latencies 3.4 and 14 us of a hop in
 its protocol for large messages, and the 0.92).
+
+gloo has rings alone, and torch's reduce-scatter on gloo is an all-reduce of which each rank keeps its part (the bytes that a link
+between two nodes counts say so: tests/parallel/test_slow_link.py).
 """
 
 import math
@@ -24,11 +27,13 @@ def collective_s(topology: Topology, operation: str, nbytes: float, group: Group
     """The time of `all_reduce`, `all_gather`, `reduce_scatter` or `broadcast` of a tensor of `nbytes`. 0 for a single rank."""
     if group.ranks == 1:
         return 0.0
+    if topology.backend == "gloo" and operation == "reduce_scatter":
+        operation = "all_reduce"
     rate = bus_bytes_per_s(topology, group)
     rounds = 2 if operation == "all_reduce" else 1
     hops_s = (group.ranks - group.nodes) * topology.nvlink.latency_s + (group.nodes - 1) * topology.network.latency_s
     ring_s = rounds * hops_s + nbytes * float(bus_factor(operation, group.ranks)) / rate
-    if operation != "all_reduce":
+    if operation != "all_reduce" or topology.backend == "gloo":
         return topology.start_s + ring_s
     levels_s = (group.per_node - 1) * topology.nvlink.latency_s + math.log2(group.nodes) * topology.network.latency_s
     tree_s = 2 * levels_s + 2 * nbytes / (_TREE_SHARE * rate)

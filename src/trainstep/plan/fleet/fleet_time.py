@@ -51,6 +51,8 @@ class FleetTime:
     time: StepTime
     sent: Sent
     one_node: StepTime | None = None
+    in_groups: StepTime | None = None
+    """The same step if averages went across groups of a node's ranks (`shard_ranks`), where it has no groups and could have."""
 
     @property
     def efficiency(self) -> float:
@@ -96,10 +98,22 @@ def planned_fleet(
     has_groups = sync.strategy.communicates and sync.shard_ranks is not None and sync.shard_ranks < config.ranks
     if not has_nodes and (not has_groups or config.ranks > GPUS_PER_NODE):
         return step_time(config, calibration), None
-    fleet = fleet_time(
-        config, topology_of(config.fleet, ranks=config.ranks, calibration=calibration, spec=spec), calibration
-    )
+    topology = topology_of(config.fleet, ranks=config.ranks, calibration=calibration, spec=spec)
+    fleet = fleet_time(config, topology, calibration)
+    grouped = _in_groups(config, topology)
+    if grouped is not None:
+        messages = _Messages(topology, reduces_each=False)
+        fleet = replace(fleet, in_groups=step_time(grouped, calibration, messages_of=messages))
     return fleet.time, fleet
+
+
+def _in_groups(config: PlanConfig, topology: Topology) -> RanksConfig | None:
+    """The step with a group on each node; None if it has groups, may have none, or they would be of one rank."""
+    sync, of_node = config.sync, topology.gpus_per_node
+    able = sync.strategy.communicates and "shard_ranks" in sync.strategy.options and not sync.in_place
+    if topology.nodes == 1 or of_node == 1 or sync.shard_ranks is not None or not able:
+        return None
+    return RanksConfig(ranks=config.ranks, sync=replace(sync, shard_ranks=of_node), run=config.run)
 
 
 def _on_one_node(config: RanksConfig, topology: Topology) -> RanksConfig:

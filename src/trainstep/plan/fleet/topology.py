@@ -65,6 +65,7 @@ class Topology:
     network: Link
     start_s: float
     spread: float
+    backend: str = "nccl"
     assumed: tuple[str, ...] = field(default=())
     """What was not given, and where it was taken from."""
 
@@ -121,6 +122,7 @@ def topology_of(
         ),
         start_s=start_s,
         spread=fleet.straggler_spread,
+        backend=fleet.backend,
         assumed=tuple(assumed),
     )
 

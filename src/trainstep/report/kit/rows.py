@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from trainstep.config.instruments import INSTRUMENTS
 from trainstep.config.model import ModelConfig
+from trainstep.config.parsing import ADDED_LATER
 from trainstep.config.run import Phase
 from trainstep.records import summary as record_summary
 from trainstep.records.derive import Mfu, mfu, model_flops_per_s, tokens_per_s
@@ -94,7 +95,8 @@ def of_workload(rows: Iterable[Row], name: str) -> list[Row]:
 
 def flat_config(record: Record) -> dict[str, Any]:
     """The config as one flat mapping: `model` is the model's name, and the fields of its shape stand beside the others."""
-    config = dict(record.config)
+    later = {name: value for name, value in ADDED_LATER.get(record.workload, {}).items() if name not in record.config}
+    config = {**record.config, **later}
     model = config.pop("model", None)
     if isinstance(model, Mapping):
         shape = {name: value for name, value in model.items() if name not in ("name", "function")}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
+from trainstep.records.ranks import facts_of_rank, fullest_rank, rank_name, table_of_rank
 from trainstep.records.record import Record
 from trainstep.report.kit.charts import Chart, Panels, Section, bar, label, lines_of, short_labels
 from trainstep.report.kit.forms import byte_words, in_gib, in_ms
@@ -88,8 +88,8 @@ def _ranks_words(record: Record) -> str:
     shown, least = fullest_rank(record), peaks.index(min(peaks))
     how = "each training alone" if record.config["sync"] == "none" else f"synchronised by {record.config['sync']}"
     sentence = (
-        f"{ranks} ranks, {how}: rank {shown}, shown first, held most, {byte_words(peaks[shown])} at its peak; rank "
-        f"{least} held least, {byte_words(peaks[least])}."
+        f"{ranks} ranks, {how}: {rank_name(record, shown)}, shown first, held most, {byte_words(peaks[shown])} at its peak; "
+        f"{rank_name(record, least)} held least, {byte_words(peaks[least])}."
     )
     expected = record.fact("expected_peak_bytes")
     if expected is None:

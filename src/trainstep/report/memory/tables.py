@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from trainstep.config.memory import LARGEST_TRIED
-from trainstep.records.ranks import facts_of_rank, fullest_rank, table_of_rank
+from trainstep.records.ranks import facts_of_rank, fullest_rank, rank_name, table_of_rank
 from trainstep.records.record import Record
 from trainstep.records.tables import RANK_FACTS
 from trainstep.report.kit.forms import (
@@ -313,7 +313,7 @@ def rank_words(record: Record, rank: int | None = None) -> str:
     ranks = several_ranks(record)
     shown = fullest_rank(record) if rank is None else rank
     fullest = f", the fullest of {ranks}" if shown == fullest_rank(record) else ""
-    return f" of rank {shown}{fullest}" if ranks else ""
+    return f" of {rank_name(record, shown)}{fullest}" if ranks else ""
 
 
 def ranks_table(rows: Sequence[Row]) -> Table:
@@ -327,7 +327,8 @@ def ranks_table(rows: Sequence[Row]) -> Table:
     if all(column.title != "sync" for column in names):
         names.append(Column("sync", TEXT, lambda line: line.row.record.config["sync"], names=True))
     sizes = (Column(title, ROUGH_SIZE, fact, optional=True) for title, fact in _SIZES.items())
-    columns = [*names, Column("rank", COUNT, names=True), *sizes, Column("peaks in", NAME, "timeline_peak_phase")]
+    place = (Column("node", TEXT, names=True, optional=True), Column("rank", COUNT, names=True))
+    columns = [*names, *place, *sizes, Column("peaks in", NAME, "timeline_peak_phase")]
     return Table.of("Peak of each rank", lines, columns, note=_RANKS_NOTE, raw=map(_rank_raw, lines))
 
 

@@ -9,6 +9,9 @@ from trainstep.report.kit.forms import COUNT, MS, PERCENT, SIZE, TEXT, WHOLE, li
 from trainstep.report.kit.tables import Column, Table
 from trainstep.report.plan.time import utilisation
 
+_WORTH = 0.98
+"""The most that groups of ranks may take of a step's time to be advised."""
+
 
 def fleet_words(fleet: FleetTime | None) -> str:
     """` On 16 nodes of 8 GPUs a GPU is 97 % as fast as on one node.`; nothing on one node."""
@@ -17,8 +20,18 @@ def fleet_words(fleet: FleetTime | None) -> str:
     topology = fleet.topology
     return (
         f" On {topology.nodes:,} nodes of {topology.gpus_per_node} GPUs a GPU is {percent(fleet.efficiency)} % as fast as on one "
-        "node."
+        f"node.{_groups_words(fleet)}"
     )
+
+
+def _groups_words(fleet: FleetTime) -> str:
+    """Whether averages across groups of a node's ranks would be faster; nothing if they are not, or if there are groups."""
+    if fleet.in_groups is None:
+        return ""
+    share, of_node = fleet.in_groups.step.time_s / fleet.time.step.time_s, fleet.topology.gpus_per_node
+    if share > _WORTH:
+        return ""
+    return f" With --shard-ranks {of_node}, averages across nodes in parts, the step would take {percent(share)} % of the time."
 
 
 def fleet_tables(fleet: FleetTime | None) -> list[Table]:
@@ -81,6 +94,7 @@ def plain(fleet: FleetTime) -> dict[str, Any]:
         "nodes": topology.nodes,
         "gpus_per_node": topology.gpus_per_node,
         "efficiency": fleet.efficiency,
+        "in_groups_step_s": None if fleet.in_groups is None else fleet.in_groups.step.time_s,
         "one_node_step_s": None if fleet.one_node is None else fleet.one_node.step.time_s,
         "nvlink_bytes_per_s": topology.nvlink.bytes_per_s,
         "network_bytes_per_s": topology.network.bytes_per_s if topology.nodes > 1 else None,

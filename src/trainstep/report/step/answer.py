@@ -15,6 +15,7 @@ from trainstep.report.kit.forms import listed, ms_words, percent, times_words
 from trainstep.report.kit.ranking import median_of
 from trainstep.report.kit.rows import Row, grouped, host_limit, known_mfu, needless, words
 from trainstep.report.step.comparison import NOT_COMPARED
+from trainstep.report.step.ranks import slowest_sentence
 from trainstep.report.step.recomputation import chosen_sentence
 from trainstep.report.step.warmup import swept_answer
 from trainstep.traces.verdict import DEVICE_BOUND, LAUNCH_BOUND, NEAR_THE_LINE
@@ -56,7 +57,15 @@ def step_answer(rows: Sequence[Row]) -> Answer | None:
         return None
     by_work = grouped(limits, lambda limit: tuple(item for item in limit.row.point.items() if item[0] in NOT_COMPARED))
     suggestion = _suggestion(list(by_work.values()), rows)
-    chosen = " ".join(filter(None, (chosen_sentence(row.record) for row in timed[:_NAMED])))
+    chosen = " ".join(
+        filter(
+            None,
+            (
+                *(slowest_sentence(row, named=len(timed) > 1) for row in timed[:_NAMED]),
+                *(chosen_sentence(row.record) for row in timed[:_NAMED]),
+            ),
+        )
+    )
     if len(limits) < len(timed):
         phases = _phases_words(max(timed, key=lambda row: median_of(row.record, "step") or 0.0), len(timed))
         return Answer(
