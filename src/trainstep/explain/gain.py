@@ -5,20 +5,36 @@ from trainstep.plan.time.step_time import StepTime
 
 _EXPECTED = 0.5
 """Share of an excess that a change gains if nobody can predict it: the middle between nothing and all."""
+_KNOWN = frozenset(
+    ("data", "recompiles", "garbage_collector", "allocator", "another_process", "accumulation_sync", "synchronisations")
+)
+"""Waits, of which a change leaves nothing: batches come in time, nothing is compiled again, and so on."""
+
+
+def expected_share(cause: str, *, measured_against_other: bool) -> float:
+    """The share of a cause's excess that its change should gain where plan does not predict it: all of a wait, and all of an excess
+    over what another way of computing takes; else half."""
+    return 1.0 if cause in _KNOWN or measured_against_other else _EXPECTED
 
 
 def gain_of(
-    excess: Interval, measured_s: float, now: StepTime | None, after: StepTime | None, *, is_taken: bool = False
+    excess: Interval,
+    measured_s: float,
+    now: StepTime | None,
+    after: StepTime | None,
+    *,
+    is_taken: bool = False,
+    expected: float = _EXPECTED,
 ) -> Interval:
     """The gain of a change whose step plan predicts, else of one of which nothing but the excess is known.
 
     Predicted: measured x (1 - after / now). Errors of both are alike, and those of the ratio are taken as the wider one's half
-    width. Else: half of the excess, from nothing to all of it; nothing is expected where the known change is taken already.
+    width. Else: the share `expected` of the excess, from nothing to all of it; nothing where the known change is taken already.
     """
     if is_taken:
         return Interval(time_s=0.0, low_s=0.0, high_s=excess.high_s)
     if now is None or after is None or not now.step.time_s:
-        return Interval(time_s=_EXPECTED * excess.time_s, low_s=0.0, high_s=excess.high_s)
+        return Interval(time_s=expected * excess.time_s, low_s=0.0, high_s=excess.high_s)
     ratio = after.step.time_s / now.step.time_s
     half = ratio * max(now.step.half_width, after.step.half_width)
 
