@@ -57,7 +57,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     device = [statistics.fmean(column) for name, column in samples.items() if name.startswith("device_") and column]
     busy_s: float | None = sum(work.values()) or (sum(device) if on_device and device else None)
     contended_s, others = _contention(records, measured_s, on_device=on_device)
-    habits = tuple(_habits(inspected, samples, on_device=on_device))
+    habits = habits_of(inspected, samples, on_device=on_device)
     exposed_s = last.fact("exposed_s") or 0.0
     if not on_device:
         exposed_s *= min(1.0, measured_s / (last.fact("profiled_step_s") or measured_s))
@@ -134,8 +134,15 @@ def _synchronised_passes(last: Record, records: Sequence[Record]) -> int:
     return max(1, min(round(passes), int(sent / trained + 1 - _MOST_SENT_AGAIN)))
 
 
+def habits_of(
+    inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], *, on_device: bool
+) -> tuple[Habit, ...]:
+    """The habits of the inspected steps; `samples`: the usual times of phases, by name. [Note: times of habits]"""
+    return tuple(_habits(inspected, samples, on_device=on_device))
+
+
 def _habits(inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
-    """The habits of the inspected steps, those that cost most first. [Note: times of habits]"""
+    """A habit for each cause, the median of the steps."""
     seen: dict[str, list[Habit]] = {}
     for record in inspected:
         for habit in _habits_of(record, samples, on_device=on_device):

@@ -8,7 +8,7 @@ what ops do to which shapes, never by a name of the user's:
 attention  scores = a batched matmul, then a softmax over its last dimension: all other ops on tensors of that shape go through
            memory, which a fused attention does not do. At least: the batched matmuls. It does 7 for these 6 and leaves out hidden
            scores, but also computes what the others do; on a CPU it took 0.8 to 1.1 times their time (docs/log.md, 2026-11-25).
-optimizer  an Adam (`addcdiv_`) of one tensor after the other, not one of lists of tensors. At least: a pass over parameter,
+optimizer  an Adam (`addcdiv_`) of one tensor after the other, as foreach on a CPU is too. At least: a pass over parameter,
            gradient and two moments, 28 bytes an element.
 slices     the same few ops at least 8 times in a row, on slices that a split made or that are put together again. At least:
            the same elements in one op. Backward's part is found by autograd's sequence numbers.
@@ -304,6 +304,8 @@ def _tensors(opened: Range) -> list[tuple[int, ...]]:
     """The shapes of its inputs that are tensors, those in lists too."""
     found: list[tuple[int, ...]] = []
     for shape in opened.shapes:
+        if not isinstance(shape, tuple):  # a trace may hold anything
+            continue
         nested = [entry for entry in shape if isinstance(entry, tuple)]
         found += [entry for entry in nested or [shape] if entry and all(isinstance(size, int) for size in entry)]
     return found

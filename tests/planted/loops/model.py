@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from plants import activation
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
