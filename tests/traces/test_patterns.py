@@ -94,6 +94,25 @@ def test_a_loop_over_rows_is_found(seen):
     assert table["pattern"] == [SLICES]
 
 
+def test_what_a_closure_computes_is_not_the_optimizers(seen):
+    x = torch.randn(8, 250, requires_grad=True)
+    parameters = [torch.nn.Parameter(torch.randn(64, 32)) for _ in range(10)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, foreach=False)
+
+    def closure() -> torch.Tensor:
+        with record_function("forward"):
+            return torch.cat([F.gelu(part) for part in x.tensor_split(25, -1)], -1).sum()
+
+    def step() -> None:
+        with record_function("optimizer"):
+            optimizer.step(closure)
+
+    table = seen(step)
+    assert dict(zip(table["pattern"], table["phase"], strict=True)) == {OPTIMIZER: "optimizer", SLICES: "forward"}
+
+
 def test_layers_one_after_the_other_are_no_slices(seen):
     layers = [torch.nn.Linear(16, 16) for _ in range(12)]
 

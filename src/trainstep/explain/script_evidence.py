@@ -5,11 +5,14 @@ habits cost (traces/patterns.py).
 
 [Note: times of habits] A device's kernels take as long under the profiler as without it. A CPU's ops do not: each range costs some
 microseconds, which the difference between a profiled phase and the usual one gives, at most 5. They are taken off, and what is left
-of the phase is scaled to the usual one. The median of the inspected steps counts.
+of the phase is scaled to the usual one. The median of the inspected steps counts. Where others take a share of the cores, all that
+a CPU computes takes longer by it: that share is `another_process`. So a habit's share of a usual (median) step is taken of what the
+mean step has without that share and without compilations.
 """
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainstep.config.script import Part
@@ -58,6 +61,11 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     busy_s: float | None = sum(work.values()) or (sum(device) if on_device and device else None)
     contended_s, others = _contention(records, measured_s, on_device=on_device)
     habits = habits_of(inspected, samples, on_device=on_device)
+    if not on_device:
+        left = 1 - contended_s / measured_s
+        recompile_s, collector_s = left * recompile_s, left * collector_s
+        own = max(0.0, measured_s - contended_s - recompile_s) / statistics.median(times)
+        habits = tuple(replace(habit, excess_s=own * habit.excess_s) for habit in habits)
     exposed_s = last.fact("exposed_s") or 0.0
     if not on_device:
         exposed_s *= min(1.0, measured_s / (last.fact("profiled_step_s") or measured_s))

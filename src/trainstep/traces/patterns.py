@@ -197,10 +197,10 @@ class _Reader:
             for update in nesting.ranges:
                 if not (update.annotation and update.name.startswith(_UPDATE)):
                     continue
-                inside = [op for op in nesting.ranges if update.start_ns <= op.start_ns < update.end_ns]
+                inside = [op for op in nesting.ranges if self._updates(op, update)]
                 own = [_first(op) for op in inside if op.name == "aten::addcdiv_"]
                 if len(own) >= _LEAST_TENSORS:
-                    cost += self._whole[id(update)]
+                    cost += sum((self._own.get(id(op), _NOTHING) for op in inside), _NOTHING)
                     elements += sum(map(math.prod, own))
                     tensors += len(own)
         if not tensors:
@@ -208,6 +208,11 @@ class _Reader:
         what = f"{tensors / self._steps:,.0f} tensors are updated one after the other"
         least_ns = _ADAM_BYTES * elements / self._bytes_per_ns
         yield from self._rows(OPTIMIZER, tensors, {str(Phase.OPTIMIZER): cost}, least_ns, what)
+
+    def _updates(self, opened: Range, update: Range) -> bool:
+        """Whether an op belongs to this update. A closure (Lightning has one) runs forward and backward inside of it."""
+        is_inside = update.start_ns <= opened.start_ns < update.end_ns
+        return is_inside and self._phases.get(id(opened)) not in (str(Phase.FORWARD), str(Phase.BACKWARD))
 
     # Slices
 
@@ -252,7 +257,7 @@ class _Reader:
                 and not opened.backward
                 and id(opened) in known
                 and (parent < 0 or nesting.ranges[parent].annotation)
-                and not any(update.start_ns <= opened.start_ns < update.end_ns for update in updates)
+                and not any(self._updates(opened, update) for update in updates)
             )
 
         return [nesting.ranges[index] for index in range(len(nesting.ranges)) if is_outer(index)]
