@@ -103,6 +103,9 @@ class _Reader:
         self._phases = {
             id(opened): work.attribution.place_at(opened.thread, opened.start_ns).phase for opened in self._ops
         }
+        # An update's range begins before that of its phase, and has the time of Python between its ops
+        updates = [opened for opened in self._ops if opened.annotation and opened.name.startswith(_UPDATE)]
+        self._phases |= {id(opened): str(Phase.OPTIMIZER) for opened in updates}
         self._of: dict[str, _Cost] = {}
         for opened in self._ops:
             phase = self._phases[id(opened)]
