@@ -309,6 +309,9 @@ class Watch:
             self._device.drop_step()
         usual_s = statistics.median(self._recent) if self._recent else None
         found = inspection.finish(Unprofiled(step_s=usual_s))
+        del inspection
+        if gc.isenabled():  # else the script's next steps would collect what reading a trace has left
+            gc.collect()
         if found is not None:
             self._write(found.facts, found.tables)
         now_s = time.monotonic()
