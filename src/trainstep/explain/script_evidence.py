@@ -199,4 +199,4 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
 def _pageable_s(record: Record) -> float:
     """Device time of copies from pageable memory."""
     rows = rows_of(record.tables.get("kernels"))
-    return sum(row["time_s"] for row in rows if row["name"].startswith("Memcpy HtoD (Pageable"))
+    return float(sum(row["time_s"] for row in rows if row["name"].startswith("Memcpy HtoD (Pageable")))

@@ -31,7 +31,7 @@ _HOW_TO_RECORD = (
 
 Thread = tuple[int, int]
 """Process and thread number, as in the trace."""
-Shapes = tuple[tuple[Any, ...], ...]
+Shapes = tuple[Any, ...]
 """A shape an input; of a list of tensors, the tuple of their shapes."""
 
 

@@ -25,6 +25,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainstep.config.run import Phase
 from trainstep.traces.kineto import Range
@@ -112,14 +113,14 @@ class _Reader:
             self._of[phase] = self._of.get(phase, _NOTHING) + self._own.get(id(opened), _NOTHING)
         self._bytes_per_ns = self._rate()
 
-    def rows(self) -> Iterator[dict[str, str | float]]:
+    def rows(self) -> Iterator[dict[str, Any]]:
         """The patterns that are there."""
         for row in (self._attention(), self._optimizer(), self._slices(), self._precision()):
             yield from row
 
     def _rows(
         self, pattern: str, calls: int, costs: Mapping[str, _Cost], least_ns: float, what: str
-    ) -> Iterator[dict[str, str | float]]:
+    ) -> Iterator[dict[str, Any]]:
         """A row for each phase of `costs`, among which the least is divided as the time is."""
         per_step, whole_ns = 1e9 * self._steps, sum(cost.time_ns for cost in costs.values())
         for phase, cost in costs.items():
@@ -171,7 +172,7 @@ class _Reader:
 
     # Attention
 
-    def _attention(self) -> Iterator[dict[str, str | float]]:
+    def _attention(self) -> Iterator[dict[str, Any]]:
         products = {_product(opened) for opened in self._ops if opened.name in _BATCHED}
         soft = [
             opened
@@ -194,7 +195,7 @@ class _Reader:
 
     # Optimizer
 
-    def _optimizer(self) -> Iterator[dict[str, str | float]]:
+    def _optimizer(self) -> Iterator[dict[str, Any]]:
         cost, elements, tensors = _NOTHING, 0, 0
         for nesting in self._nestings:
             for update in nesting.ranges:
@@ -219,7 +220,7 @@ class _Reader:
 
     # Slices
 
-    def _slices(self) -> Iterator[dict[str, str | float]]:
+    def _slices(self) -> Iterator[dict[str, Any]]:
         costs: dict[str, _Cost] = {}
         elements, calls, most = 0, 0, 0
         backward: dict[int, list[Range]] = {}
@@ -271,7 +272,7 @@ class _Reader:
 
     # Precision
 
-    def _precision(self) -> Iterator[dict[str, str | float]]:
+    def _precision(self) -> Iterator[dict[str, Any]]:
         if not self._work.on_device:
             return
         matmuls = [op for op in self._ops if op.name in _MATMULS and op.dtypes[:2] == ("float", "float")]
