@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from run_records import COMPILED, WAITS, a_run, records_of, watched
 from trainstep.config.script import Part
 from trainstep.explain.budget import AS_THEY_RUN, step_budget
 from trainstep.explain.script_evidence import script_evidence
+from trainstep.records.record import Record
+from trainstep.traces.patterns import ATTENTION, OPTIMIZER, PRECISION
 
 
 def parts(**ms: float) -> dict[Part, float]:
@@ -82,3 +85,93 @@ def test_a_real_slow_loader_is_found(tmp_path: Path):
     assert budget.findings[0].cause == "data"
     assert budget.findings[0].excess.time_s > 0.01
     assert budget.explained_share >= 0.95
+
+
+def patterns(**changes: Any) -> dict[str, list[Any]]:
+    """A table with one pattern: 30 ms of a backward of 40 ms under the profiler, of which 10 ms at least."""
+    row = {"pattern": ATTENTION, "phase": "backward", "calls": 4.0, "time_s": 0.03, "least_s": 0.01, "gap_s": 0.0}
+    row |= {"ranges": 0.0, "of_s": 0.04, "of_ranges": 0.0, "what": "scores"} | changes
+    return {name: [value] for name, value in row.items()}
+
+
+def inspected(table: dict[str, list[Any]], **more: Any) -> Record:
+    return a_run(
+        parts_ms=parts(forward=10.0, backward=20.0, optimizer=2.0),
+        tables={"patterns": table},
+        facts={"inspected_step": 5, **more},
+    )
+
+
+def test_a_habit_is_scaled_to_the_usual_phase_and_its_gain_is_all_of_it():
+    finding = step_budget(script_evidence([inspected(patterns())]), None).findings[0]
+    assert finding.cause == "attention_kernel"
+    assert finding.excess.time_s == pytest.approx(0.01), "(30 - 10) ms of 40 are half of the usual 20"
+    assert finding.gain.time_s == finding.excess.time_s
+
+
+def test_what_the_profiler_adds_to_each_range_is_taken_off_first():
+    table = patterns(
+        pattern=OPTIMIZER, phase="optimizer", time_s=0.006, least_s=0.0, of_s=0.006, ranges=1000.0, of_ranges=1000.0
+    )
+    finding = step_budget(script_evidence([inspected(table)]), None).findings[0]
+    assert finding.cause == "optimizer"
+    assert finding.excess.time_s == pytest.approx(0.002), "4 us a range are the profiler's"
+
+
+def test_the_median_of_inspected_steps_counts_and_an_unknown_pattern_is_left_out():
+    runs = [inspected(patterns()), inspected(patterns(time_s=0.01)), inspected(patterns(pattern="new"))]
+    assert step_budget(script_evidence(runs), None).findings == ()
+
+
+@pytest.mark.parametrize(("waited_s", "others", "found"), [(0.45, 0.6, True), (0.45, 0.01, False), (0.03, 0.6, False)])
+def test_another_process_is_named_where_threads_waited_and_others_computed(waited_s: float, others: float, found: bool):
+    run = inspected(patterns(time_s=0.0), core_wait_s=waited_s, others_cpu_share=others)
+    budget = step_budget(script_evidence([run]), None)
+    assert [finding.cause for finding in budget.findings] == ["another_process"] * found
+    if found:
+        assert budget.findings[0].excess.time_s == pytest.approx(0.3 * 0.032), "0.45 of the record's 1.5 s"
+    assert sum(budget.floor.values()) + sum(f.excess.time_s for f in budget.findings) == pytest.approx(0.032)
+
+
+@pytest.mark.parametrize(
+    ("passes", "elements", "causes"),
+    [(80, 4000, ["accumulation_sync", "exposed_messages"]), (80, 1000, ["exposed_messages"])],
+)
+def test_a_sync_in_each_pass_is_told_from_one_in_the_last(passes: int, elements: int, causes: list[str]):
+    facts = {
+        "backward_passes": passes,
+        "gradient_message_elements": elements,
+        "gradient_messages": 8,
+        "trained_elements": 1000,
+    }
+    run = inspected(patterns(time_s=0.0), exposed_s=0.008, profiled_step_s=0.032, **facts)
+    budget = step_budget(script_evidence([run]), None)
+    assert [finding.cause for finding in budget.findings] == causes
+    assert budget.findings[0].excess.time_s == pytest.approx(0.006 if len(causes) == 2 else 0.008)
+
+
+def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.016], "share": [1.0]}
+    table = patterns(pattern=PRECISION, time_s=0.016, least_s=0.0)
+    for precision, gain_s in (("highest", 0.014), ("high", 0.008)):
+        facts = {"inspected_step": 5, "matmul_precision": precision}
+        run = a_run(
+            parts_ms=parts(forward=20.0), tables={"patterns": table, "classes": classes}, facts=facts, device="cuda"
+        )
+        finding = step_budget(script_evidence([run]), None).findings[0]
+        assert finding.cause == "precision"
+        assert finding.gain.time_s == pytest.approx(gain_s)
+
+
+def test_only_copies_from_pageable_memory_are_found():
+    kernel = {"phase": "forward", "class": "copies", "span": "", "layers": "", "calls": 1.0, "share": 0.5}
+    for kind, causes in (("Pageable", ["host_copies"]), ("Pinned", [])):
+        row = (
+            kernel
+            | {"name": f"Memcpy HtoD ({kind} -> Device)"}
+            | dict.fromkeys(("time_s", "mean_s", "min_s", "max_s"), 0.01)
+        )
+        classes = {"phase": ["forward"], "class": ["copies"], "calls": [1.0], "time_s": [0.01], "share": [1.0]}
+        tables = {"classes": classes, "kernels": {name: [value] for name, value in row.items()}}
+        run = a_run(parts_ms=parts(forward=10.0), tables=tables, facts={"inspected_step": 5}, device="cuda")
+        assert [finding.cause for finding in step_budget(script_evidence([run]), None).findings] == causes

@@ -33,12 +33,12 @@ def explain(
 ) -> int:
     """Say why a step takes its time: what its work needs at least, then each excess in ms with its cause, the longest first.
 
-    With files of records (of bench, profile, parallel, numerics, run), nothing runs without --prove; of many steps, five have their
-    tables shown.
-    Without, the options are those of `profile`: the step is profiled, and then explained. The floor is the model's work at the
-    speeds that a calibration measured: one comes with trainstep for H200 and is scaled for other known GPUs. Each excess has the
-    change that removes it, the predicted gain with its interval, and a page of docs/guide/slow/. Floor, excesses and what is
-    unexplained add up to the measured step.
+    With files of records (of bench, profile, parallel, numerics, run), nothing runs without --prove; of many steps,
+    five have their tables shown. So with a trace of torch's profiler: its steps are found by their marks or by what
+    repeats, as `profile --from` does. Without, the options are those of `profile`: the step is profiled, and then
+    explained. The floor is the model's work at the speeds that a calibration measured: one comes with trainstep for
+    H200 and is scaled for other known GPUs. Each excess has the change that removes it, the predicted gain with its
+    interval, and a page of docs/guide/slow/. Floor, excesses and what is unexplained add up to the measured step.
 
     Examples:
 
@@ -49,11 +49,12 @@ def explain(
         trainstep explain runs/train.jsonl --page why.html    (a run of your own script, by trainstep run)
 
         trainstep explain --model small --prove --allow-precision bf16_autocast --budget-minutes 20 --out-config fast.toml
+        trainstep explain trace.json.gz    (of torch.profiler, best with record_shapes=True)
 
     Parameters
     ----------
     paths
-        Files of records, or folders: every *.jsonl in them. Of runs, the last record of each.
+        Files of records, or folders: every *.jsonl in them. Traces: .json, .json.gz, or .sqlite of `nsys export --type sqlite`.
     calibration
         File that `trainstep doctor --measure --out FILE` wrote on the GPU of the steps; by default the GPU's own.
     timeout_s
@@ -150,11 +151,18 @@ def _read(paths: Sequence[Path], timeout_s: float | None, memory_limit_gib: floa
     """The rows of the files, read within limits."""
     from trainstep.cli.streams import tell_reading
     from trainstep.reading import limited_here
+    from trainstep.report.explain.trace_row import is_trace, rows_of_traces
     from trainstep.report.kit.rows import read_rows, record_files
 
-    tell_reading([file for path in paths for file in record_files(path)])
-    with limited_here(read_limits(timeout_s, memory_limit_gib), ", ".join(map(str, paths))):
-        return read_rows(paths)
+    traces = [path for path in paths if is_trace(path)]
+    records = [path for path in paths if not is_trace(path)]
+    tell_reading([*traces, *(file for path in records for file in record_files(path))])
+    reading = read_limits(timeout_s, memory_limit_gib)
+    rows = rows_of_traces(traces, reading)
+    if records:
+        with limited_here(reading, ", ".join(map(str, records))):
+            rows += read_rows(records)
+    return rows
 
 
 def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOptions) -> int:

@@ -25,7 +25,8 @@ them; the rest is host launches while the host could have been enqueueing: in an
 without work and without a known wait waits for launches; in a captured step at most what a graph's launch takes at the slow end.
 What then is left is unexplained. Host time of unknown cause on a CPU, between ops, is host launches as well.
 
-Without a calibration or formulas, kernels count as they run: they are floor, and only waits are findings.
+Without a calibration or formulas, kernels count as they run: they are floor. Findings are then waits, and habits: ways of computing
+that take longer than another that gives the same, each at most what is left of that floor.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ from trainstep.config.parallel import RanksConfig
 from trainstep.explain.changes import change_of
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
-from trainstep.explain.gain import gain_of
+from trainstep.explain.gain import expected_share, gain_of
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
@@ -131,7 +132,14 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
             Finding(
                 cause=cause,
                 excess=excess,
-                gain=gain_of(excess, evidence.measured_s, parts.predicted, after, is_taken=is_taken),
+                gain=gain_of(
+                    excess,
+                    evidence.measured_s,
+                    parts.predicted,
+                    after,
+                    is_taken=is_taken,
+                    expected=expected_share(cause, measured_against_other=cause in parts.against_other),
+                ),
                 evidence=parts.words.get(cause, ""),
                 times_s=parts.times.get(cause, {}),
                 change=change,
@@ -164,6 +172,8 @@ class _Parts:
         self.times: dict[str, Mapping[str, float]] = {}
         self.notes: list[str] = []
         self.unexplained_s = 0.0
+        self.against_other: set[str] = set()
+        """Causes whose excess is over what another way of computing takes."""
         self.calibration = calibration
         self.config = evidence.config
         self.predicted: StepTime | None = None
@@ -221,6 +231,12 @@ class _Parts:
                 self.unexplained_s += time_s
             else:
                 self._divide_group(group, time_s)
+        for habit in self.evidence.habits:
+            cut_s = min(habit.excess_s, self.floor.get(AS_THEY_RUN, 0.0))
+            if cut_s > 0:
+                self.floor[AS_THEY_RUN] -= cut_s
+                self.against_other.add(habit.cause)
+                self.add(habit.cause, cut_s, habit.what)
 
     def _groups(self, room_s: float) -> dict[str, float]:
         """Busy time by group: profiled, else a known whole divided as plan does, else as plan predicts it."""
@@ -245,7 +261,8 @@ class _Parts:
 
     def _host_room_s(self, room_s: float) -> float:
         evidence = self.evidence
-        return max(0.0, room_s - evidence.data_s - evidence.recompile_s - evidence.collector_s)
+        waits_s = evidence.data_s + evidence.recompile_s + evidence.collector_s + evidence.contended_s
+        return max(0.0, room_s - waits_s)
 
     def _divide_group(self, group: str, time_s: float) -> None:
         part = ATTENTION if group == ATTENTION_MATMUL else group
@@ -299,6 +316,15 @@ class _Parts:
         self.add(
             "stragglers", late_s, f"for {self.evidence.late_share:.0%} of the messages' time a rank had not joined"
         )
+        if (passes := self.evidence.synchronised_passes) > 1:
+            again_s = (exposed_s - late_s) * (1 - 1 / passes)
+            self.add(
+                "accumulation_sync",
+                again_s,
+                f"each of {passes} backward passes sends every gradient",
+                exposed=exposed_s,
+            )
+            exposed_s -= again_s
         count, nbytes = self.evidence.messages, self.evidence.message_bytes
         sizes = f" in {count:,} messages of {nbytes / count / 2**20:.3g} MiB on average" if count else ""
         words = f"nothing is computed for {{exposed}} while messages are in flight{sizes}"
@@ -314,7 +340,9 @@ class _Parts:
             ("recompiles", evidence.recompile_s, "torch.compile compiled functions again, spread over all steps"),
             ("allocator", evidence.allocator_s, "the allocator asked the driver for memory in the step"),
             ("garbage_collector", evidence.collector_s, "Python collected garbage in the step"),
+            ("another_process", evidence.contended_s, evidence.others),
             ("synchronisations", evidence.blocked_s, "calls that wait for the device block the host {time}"),
+            *((habit.cause, habit.gap_s, habit.what) for habit in evidence.habits),
         ):
             cut_s = min(left_s, time_s)
             self.add(cause, cut_s, words, time=time_s)
@@ -322,7 +350,7 @@ class _Parts:
         if not left_s or not (evidence.on_device or self.profiled):
             return left_s
         enqueues = evidence.enqueue_s is not None and evidence.enqueue_s >= _LAUNCHING * evidence.measured_s
-        if evidence.others and not enqueues:
+        if evidence.others and not evidence.contended_s and not enqueues:
             self.add("another_process", left_s, evidence.others)
             return 0.0
         is_captured = self.predicted is not None and self.predicted.is_captured

@@ -43,6 +43,9 @@ CAUSES: Mapping[str, Cause] = {
     "exposed_messages": Cause(
         "exposed messages", "fewer or larger messages, begun earlier: compare strategies with parallel", ("no_sync()",)
     ),
+    "accumulation_sync": Cause(
+        "gradient sync in each accumulation pass", "send gradients in the last pass alone: no_sync() around the others"
+    ),
     "stragglers": Cause("stragglers", "give every rank the same work, and look at the slowest rank's machine"),
     "recomputation": Cause("recomputation", "recompute fewer blocks, or a cheaper part of each, if memory allows"),
     "casts": Cause(

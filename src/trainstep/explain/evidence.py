@@ -42,6 +42,17 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Habit:
+    """A way of computing that costs more than another that gives the same (traces/patterns.py). `excess_s`: what the other saves of
+    the device's time, on a CPU of the step; `gap_s`: idle time of the device before its kernels."""
+
+    cause: str
+    excess_s: float
+    gap_s: float = 0.0
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """A measured step; all times are seconds per step, and 0 is nothing seen."""
 
@@ -73,6 +84,11 @@ class Evidence:
     throttle: str = ""
     others: str = ""
     """Who else used the machine, in words."""
+    contended_s: float = 0.0
+    """Time in which others had the core that the step could have used."""
+    habits: tuple[Habit, ...] = ()
+    synchronised_passes: int = 1
+    """Backward passes of a step that each sent every gradient."""
     config: RanksConfig | None = None
     """None of a model that plan has no formulas for."""
     places: Mapping[str, Place] = field(default_factory=dict)

@@ -5,21 +5,37 @@ from trainstep.plan.time.step_time import StepTime
 
 _EXPECTED = 0.5
 """Share of an excess that a change gains if nobody can predict it: the middle between nothing and all."""
+_KNOWN = frozenset(
+    ("data", "recompiles", "garbage_collector", "allocator", "another_process", "accumulation_sync", "synchronisations")
+)
+"""Waits, of which a change leaves nothing: batches come in time, nothing is compiled again, and so on."""
+
+
+def expected_share(cause: str, *, measured_against_other: bool) -> float:
+    """The share of a cause's excess that its change should gain where plan does not predict it: all of a wait, and all of an excess
+    over what another way of computing takes; else half."""
+    return 1.0 if cause in _KNOWN or measured_against_other else _EXPECTED
 
 
 def gain_of(
-    excess: Interval, measured_s: float, now: StepTime | None, after: StepTime | None, *, is_taken: bool = False
+    excess: Interval,
+    measured_s: float,
+    now: StepTime | None,
+    after: StepTime | None,
+    *,
+    is_taken: bool = False,
+    expected: float = _EXPECTED,
 ) -> Interval:
     """The gain of a change whose step plan predicts, else of one of which nothing but the excess is known.
 
-    Predicted: `predicted_gain`, at least nothing. Else: half of the excess, from nothing to all of it; nothing is expected where
-    the known change is taken already.
+    Predicted: `predicted_gain`, at least nothing. Else: the share `expected` of the excess, from nothing to all of it; nothing
+    where the known change is taken already.
     """
     if is_taken:
         return Interval(time_s=0.0, low_s=0.0, high_s=excess.high_s)
     gain = predicted_gain(measured_s, now, after)
     if gain is None:
-        return Interval(time_s=_EXPECTED * excess.time_s, low_s=0.0, high_s=excess.high_s)
+        return Interval(time_s=expected * excess.time_s, low_s=0.0, high_s=excess.high_s)
     return Interval(time_s=max(0.0, gain.time_s), low_s=max(0.0, gain.low_s), high_s=max(0.0, gain.high_s))
 
 

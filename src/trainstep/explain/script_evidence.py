@@ -1,16 +1,35 @@
 """What was measured of a script's step: records of `trainstep run`, put together.
 
-Nobody knows the script's model, so its work has no floor by formula: the budget takes its kernels as they run.
+Nobody knows the script's model, so its work has no floor by formula: the budget takes its kernels as they run, less what known
+habits cost (traces/patterns.py).
+
+[Note: times of habits] A device's kernels take as long under the profiler as without it. A CPU's ops do not: each range costs some
+microseconds, which the difference between a profiled phase and the usual one gives, at most 5. They are taken off, and what is left
+of the phase is scaled to the usual one. The median of the inspected steps counts. Where others take a share of the cores, all that
+a CPU computes takes longer by it: that share is `another_process`. So a habit's share of a usual (median) step is taken of what the
+mean step has without that share and without compilations.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from trainstep.config.script import Part
-from trainstep.explain.evidence import Evidence, Place, rows_of, spread_of, work_of
+from trainstep.explain.evidence import CASTS, HOST_COPIES, Evidence, Habit, Place, rows_of, spread_of, work_of
 from trainstep.records.record import Record
+from trainstep.traces.patterns import ATTENTION, OPTIMIZER, PRECISION, SLICES
 
 _INSTALLED = "site-packages"
+_CAUSES = {ATTENTION: "attention_kernel", OPTIMIZER: "optimizer", SLICES: "small_kernels", PRECISION: "precision"}
+_LONGEST_RANGE_S = 5e-6
+_QUIET = 0.05
+"""The share of a step that a machine's own background may take, and of the machine that it may use."""
+_SIXTEEN = {"highest": 1 / 8, "high": 1 / 2, "medium": 1 / 2}
+"""torch's precision of fp32 matmuls -> time of the same in 16 bits: data sheets have 1/16 and 1/2; no step reaches the first."""
+_GRADIENT_BYTES = 4
+_MOST_SENT_AGAIN = 0.75
+"""Sent elements over trained ones, less the passes: a wrapper may leave out frozen or unused parameters."""
 
 
 def script_evidence(records: Sequence[Record]) -> Evidence:
@@ -26,39 +45,158 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     times = samples.get("step", [])
     if not times:
         raise ValueError("run: it has no timed step, only warm-ups; let it run longer")
-    last = next((record for record in reversed(records) if record.fact("inspected_step") is not None), records[-1])
+    inspected = [record for record in records if record.fact("inspected_step") is not None]
+    last = inspected[-1] if inspected else records[-1]
     on_device = records[-1].config["device"] == "cuda"
-    places: dict[str, Place] = {}
     waits = list(rows_of(last.tables.get("waits")))
-    if waits:
-        wait = max(waits, key=lambda row: row["time_s"] or 0.0)
-        places["synchronisations"] = Place(file=wait["file"], line=wait["line"], source=wait["source"])
     again = [row for record in records for row in rows_of(record.tables.get("compilations")) if row["reason"]]
-    if again:
-        row = max(again, key=lambda row: (_INSTALLED not in row["file"], row["time_s"]))
-        places["recompiles"] = Place(file=row["file"], line=row["line"], source=row["reason"])
     measured_s = statistics.fmean(times)
-    seen = len(times)
-    recompile_s = min(sum(row["time_s"] for row in again) / seen, measured_s)
+    recompile_s = min(sum(row["time_s"] for row in again) / len(times), measured_s)
     data_s = statistics.fmean(samples.get(Part.DATA, [0.0]))
     collector_s = statistics.fmean(samples.get("garbage_collection", [0.0]))
     work = work_of(last.tables) if on_device else {}
+    if HOST_COPIES in work:  # copies from pinned memory may be hidden; the others are a habit
+        work[CASTS] = work.get(CASTS, 0.0) + work.pop(HOST_COPIES)
     device = [statistics.fmean(column) for name, column in samples.items() if name.startswith("device_") and column]
     busy_s: float | None = sum(work.values()) or (sum(device) if on_device and device else None)
+    contended_s, others = _contention(records, measured_s, on_device=on_device)
+    habits = habits_of(inspected, samples, on_device=on_device)
     if not on_device:
-        busy_s = max(0.0, measured_s - data_s - recompile_s - collector_s)
+        left = 1 - contended_s / measured_s
+        recompile_s, collector_s = left * recompile_s, left * collector_s
+        own = max(0.0, measured_s - contended_s - recompile_s) / statistics.median(times)
+        habits = tuple(replace(habit, excess_s=own * habit.excess_s) for habit in habits)
+    exposed_s = last.fact("exposed_s") or 0.0
+    if not on_device:
+        exposed_s *= min(1.0, measured_s / (last.fact("profiled_step_s") or measured_s))
+        busy_s = max(0.0, measured_s - data_s - recompile_s - collector_s - contended_s - exposed_s)
     return Evidence(
         measured_s=measured_s,
         spread=spread_of(tuple(times)),
         on_device=on_device,
         work=work,
         busy_s=busy_s,
-        exposed_s=last.fact("exposed_s") or 0.0,
+        exposed_s=exposed_s,
+        messages=round(last.fact("gradient_messages") or 0),
+        message_bytes=_GRADIENT_BYTES * (last.fact("gradient_message_elements") or 0.0),
+        synchronised_passes=_synchronised_passes(last, records),
         data_s=data_s,
         blocked_s=sum(row["time_s"] or 0.0 for row in waits) if on_device else 0.0,
         recompile_s=recompile_s,
         allocator_s=sum(row["allocation_s"] for row in rows_of(last.tables.get("host"))),
         collector_s=collector_s,
+        contended_s=contended_s,
+        others=others,
+        habits=habits,
         pieces=last.fact("pieces", 0.0),
-        places=places,
+        places=_places(waits, again),
     )
+
+
+def _places(waits: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> dict[str, Place]:
+    """Cause -> the line where it was seen."""
+    places: dict[str, Place] = {}
+    if waits:
+        wait = max(waits, key=lambda row: row["time_s"] or 0.0)
+        places["synchronisations"] = Place(file=wait["file"], line=wait["line"], source=wait["source"])
+    if again:
+        row = max(again, key=lambda row: (_INSTALLED not in row["file"], row["time_s"]))
+        places["recompiles"] = Place(file=row["file"], line=row["line"], source=row["reason"])
+    return places
+
+
+def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool) -> tuple[float, str]:
+    """(time of a step that others took, who they are). Nothing below 5 %, which the background of any machine takes.
+
+    Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU:
+    the share of its multiprocessors that others used.
+    """
+    timed = [record for record in records if record.duration_s and record.samples["step"].values]
+    whole_s = sum(record.duration_s for record in timed)
+
+    def share(value: Any) -> float:
+        return sum(value(record) for record in timed) / whole_s if whole_s else 0.0
+
+    waited = share(lambda record: record.fact("core_wait_s") or 0.0)
+    used = share(lambda record: (record.fact("others_cpu_share") or 0.0) * record.duration_s)
+    count = max((record.fact("gpu_others") or 0 for record in timed), default=0)
+    on_gpu = share(lambda record: (record.fact("gpu_others_share") or 0.0) * record.duration_s) if on_device else 0.0
+    if count and on_gpu > _QUIET:
+        processes = f"{count} other process{'es' if count > 1 else ''}"
+        return on_gpu * measured_s, f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
+    if min(waited, used) > _QUIET:
+        words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
+        return min(waited, used) * measured_s, words
+    return 0.0, ""
+
+
+def _synchronised_passes(last: Record, records: Sequence[Record]) -> int:
+    """How often a step sent its gradients, at most once a backward pass; 1 where each was sent once or nobody knows."""
+    sent, trained = last.fact("gradient_message_elements"), last.fact("trained_elements")
+    steps = sum(
+        len(column.values) + len(column.warmups) for record in records if (column := record.samples.get("step"))
+    )
+    passes = sum(record.fact("backward_passes") or 0 for record in records) / max(steps, 1)
+    if not sent or not trained or passes < 1 + _MOST_SENT_AGAIN:
+        return 1
+    return max(1, min(round(passes), int(sent / trained + 1 - _MOST_SENT_AGAIN)))
+
+
+def habits_of(
+    inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], *, on_device: bool
+) -> tuple[Habit, ...]:
+    """The habits of the inspected steps; `samples`: the usual times of phases, by name. [Note: times of habits]"""
+    return tuple(_habits(inspected, samples, on_device=on_device))
+
+
+def _habits(inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
+    """A habit for each cause, the median of the steps."""
+    seen: dict[str, list[Habit]] = {}
+    for record in inspected:
+        for habit in _habits_of(record, samples, on_device=on_device):
+            seen.setdefault(habit.cause, []).append(habit)
+    for cause, habits in seen.items():
+        absent = [0.0] * (len(inspected) - len(habits))
+        yield Habit(
+            cause=cause,
+            excess_s=statistics.median([*absent, *(habit.excess_s for habit in habits)]),
+            gap_s=statistics.median([*absent, *(habit.gap_s for habit in habits)]),
+            what=habits[-1].what,
+        )
+    if on_device and inspected and (pageable_s := _pageable_s(inspected[-1])):
+        words = "batches are copied from memory that is not pinned"
+        yield Habit(cause="host_copies", excess_s=pageable_s, what=words)
+
+
+def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
+    """A habit for each pattern of an inspected step, its phases together."""
+    excess_s: dict[str, float] = {}
+    gap_s: dict[str, float] = {}
+    words: dict[str, str] = {}
+    sixteen = _SIXTEEN.get(record.fact("matmul_precision") or "highest", 1 / 2)
+    for row in rows_of(record.tables.get("patterns")):
+        cause = _CAUSES.get(row["pattern"])
+        if cause is None:
+            continue
+        time_s, least_s = row["time_s"], row["least_s"]
+        if row["pattern"] == PRECISION:
+            least_s = sixteen * time_s
+        if not on_device:
+            usual = samples.get(row["phase"])
+            usual_s = statistics.median(usual) if usual else row["of_s"]
+            range_s = (row["of_s"] - usual_s) / row["of_ranges"] if row["of_ranges"] else 0.0
+            range_s = min(max(range_s, 0.0), _LONGEST_RANGE_S)
+            left_s = row["of_s"] - range_s * row["of_ranges"]
+            scale = usual_s / left_s if left_s > 0 else 0.0
+            time_s, least_s = scale * (time_s - range_s * row["ranges"]), scale * least_s
+        excess_s[cause] = excess_s.get(cause, 0.0) + max(0.0, time_s - least_s)
+        gap_s[cause] = gap_s.get(cause, 0.0) + row["gap_s"]
+        words[cause] = row["what"]
+    for cause, time_s in excess_s.items():
+        yield Habit(cause=cause, excess_s=time_s, gap_s=gap_s[cause] if on_device else 0.0, what=words[cause])
+
+
+def _pageable_s(record: Record) -> float:
+    """Device time of copies from pageable memory."""
+    rows = rows_of(record.tables.get("kernels"))
+    return float(sum(row["time_s"] for row in rows if row["name"].startswith("Memcpy HtoD (Pageable")))

@@ -253,6 +253,17 @@ FACTS: Mapping[str, FactKind] = {
     "graph_breaks": FactKind("count", int, "graph breaks so far"),
     "inspected_step": FactKind("count", int, "number of the inspected step"),
     "profiled_step_s": FactKind("s", float, "time of the inspected step, which its inspection makes slower"),
+    "core_wait_s": FactKind(
+        "s", float, "the most that a thread waited for a core although it could run, in this record"
+    ),
+    "others_cpu_share": FactKind("ratio", float, "share of all cores that other processes used, in this record"),
+    "gpu_others": FactKind("count", int, "other processes on the GPU"),
+    "gpu_others_share": FactKind("ratio", float, "share of the GPU's multiprocessors that they used, in this record"),
+    "trained_elements": FactKind("count", int, "elements of the trained parameters"),
+    "matmul_precision": FactKind("", str, "torch's precision of fp32 matmuls: highest, high or medium"),
+    "gradient_messages": FactKind("count", float, "all-reduces of a step that backward started"),
+    "gradient_message_elements": FactKind("count", float, "elements of a step's all-reduces that backward started"),
+    "gradient_message_fixed_s": FactKind("s", float, "time of a message beside that of its elements"),
     "own_profiler": FactKind("", bool, "the script started torch's profiler itself, after which no step was inspected"),
     "ending": FactKind("", str, "how the script ended; a run without it was killed, or still goes on"),
     "ending_part": FactKind("", str, "part of the step in which the script ended"),

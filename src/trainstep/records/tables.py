@@ -193,6 +193,11 @@ _RUN = {
         rows="a line at which the host waits for the device in an inspected step; on a CPU, at which a GPU's host would",
         columns={"file": str, "line": int, "source": str, "why": str, "calls": int, "time_s": float | None},
     ),
+    "patterns": TableKind(
+        rows="a way of computing that costs more than another that gives the same, in an inspected step (traces/patterns.py)",
+        columns={"pattern": str, "phase": str, "what": str}
+        | dict.fromkeys(("calls", "time_s", "least_s", "gap_s", "ranges", "of_s", "of_ranges"), float),
+    ),
     "compilations": TableKind(
         rows="a function that torch.compile compiled, in the step in which it did",
         columns={"step": int, "function": str, "file": str, "line": int, "time_s": float, "reason": str},

@@ -31,6 +31,8 @@ _HOW_TO_RECORD = (
 
 Thread = tuple[int, int]
 """Process and thread number, as in the trace."""
+Shapes = tuple[Any, ...]
+"""A shape an input; of a list of tensors, the tuple of their shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +68,17 @@ class Call(Timed):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range(Timed):
-    """An op or an annotation on a host thread. `sequence` and `forward_thread` are autograd's numbers; -1 and 0 if absent."""
+    """An op or an annotation on a host thread. `sequence` and `forward_thread` are autograd's numbers; -1 and 0 if absent.
+
+    `shapes` and `dtypes` of its inputs, if the profiler recorded shapes: of a list of tensors each one's; () of what is no tensor.
+    """
 
     thread: Thread
     annotation: bool = False
     sequence: int = -1
     forward_thread: int = 0
+    shapes: Shapes = ()
+    dtypes: tuple[str, ...] = ()
 
     @property
     def backward(self) -> bool:
@@ -208,7 +215,18 @@ def _range(event: Mapping[str, Any], annotation: bool, names: dict[str, str]) ->
         annotation=annotation,
         sequence=int(arguments.get("Sequence number", -1)),
         forward_thread=int(arguments.get("Fwd thread id", 0)),
+        shapes=_tuples(arguments.get("Input Dims")),
+        dtypes=tuple(map(str, _list(arguments.get("Input type")))),
     )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _tuples(value: Any) -> Shapes:
+    """Nested lists as nested tuples; anything else than a list counts as an empty one."""
+    return tuple(_tuples(entry) if isinstance(entry, list) else entry for entry in _list(value))
 
 
 def _name(event: Mapping[str, Any], names: dict[str, str]) -> str:

@@ -49,9 +49,9 @@ def test_a_childs_ticks_are_trainsteps_own():
     """The ticks of a child process count as trainstep's own, however busy the machine is."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
         machine_load.time.sleep(0.3)
-        assert child.pid in machine_load._our_ticks(Path("/proc"))
+        assert child.pid in machine_load.process_ticks(Path("/proc"), os.getpid())
         child.kill()
-    assert 1 not in machine_load._our_ticks(Path("/proc"))
+    assert 1 not in machine_load.process_ticks(Path("/proc"), os.getpid())
 
 
 def test_a_gpu_is_busy_where_it_stays_busy(monkeypatch: pytest.MonkeyPatch):

@@ -263,9 +263,9 @@ def load_before(device: str, visible_devices: str | None = None) -> dict[str, fl
 def others_share(proc: Path = _PROC, wait: Callable[[float], None] = time.sleep) -> float | None:
     """The share of all cores' time, over 100 ms, that other processes used; None without /proc/stat."""
     try:
-        before, ours_before = _machine_ticks(proc), _our_ticks(proc)
+        before, ours_before = machine_ticks(proc), process_ticks(proc, os.getpid())
         wait(_MOMENT_S)
-        after, ours_after = _machine_ticks(proc), _our_ticks(proc)
+        after, ours_after = machine_ticks(proc), process_ticks(proc, os.getpid())
     except (OSError, ValueError, IndexError):
         return None
     busy, total = (now - then for now, then in zip(after, before, strict=True))
@@ -273,14 +273,14 @@ def others_share(proc: Path = _PROC, wait: Callable[[float], None] = time.sleep)
     return min(max((busy - ours) / total, 0.0), 1.0) if total > 0 else None
 
 
-def _machine_ticks(proc: Path) -> tuple[int, int]:
+def machine_ticks(proc: Path) -> tuple[int, int]:
     """(busy ticks, all ticks) of all cores together: user, nice, system, idle, iowait, irq, softirq and steal."""
     ticks = [int(word) for word in (proc / "stat").read_text().splitlines()[0].split()[1:9]]
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
-def _our_ticks(proc: Path) -> dict[int, int]:
-    """Process -> its ticks so far, for this process and its descendants."""
+def process_ticks(proc: Path, root: int) -> dict[int, int]:
+    """Process -> its ticks so far, for the process `root` and its descendants."""
     parents, ticks = {}, {}
     for path in proc.glob("[0-9]*/stat"):
         try:
@@ -290,13 +290,13 @@ def _our_ticks(proc: Path) -> dict[int, int]:
         words = text.rpartition(")")[2].split()  # the last parenthesis ends the name, which may hold anything else
         pid = int(path.parent.name)
         parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
-    return {pid: count for pid, count in ticks.items() if _is_ours(pid, parents)}
+    return {pid: count for pid, count in ticks.items() if _is_below(pid, parents, root)}
 
 
-def _is_ours(pid: int, parents: Mapping[int, int]) -> bool:
-    while pid not in (0, 1, os.getpid()):
+def _is_below(pid: int, parents: Mapping[int, int], root: int) -> bool:
+    while pid not in (0, 1, root):
         pid = parents.get(pid, 0)
-    return pid == os.getpid()
+    return pid == root
 
 
 def _gpu_share(read: Callable[[], float | None]) -> float | None:
@@ -313,7 +313,7 @@ def _others_on(state: GpuState) -> int | None:
 
     In a container, for example, NVML gives the host's numbers, from which ours cannot be told.
     """
-    pids, ours = state.processes(), _our_ticks(_PROC)
+    pids, ours = state.processes(), process_ticks(_PROC, os.getpid())
     if pids is None or any(not (_PROC / str(pid)).exists() for pid in pids):
         return None
     return sum(pid not in ours for pid in pids)

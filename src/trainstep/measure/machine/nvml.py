@@ -108,6 +108,14 @@ class GpuState:
         processes = self._read("nvmlDeviceGetComputeRunningProcesses")
         return None if processes is None else tuple(int(process.pid) for process in processes)
 
+    def process_shares(self, since_s: float) -> dict[int, float]:
+        """Process -> its mean share of the multiprocessors since that time.time(); empty if the driver does not tell."""
+        samples = self._read("nvmlDeviceGetProcessUtilization", int(since_s * 1e6)) or ()
+        shares: dict[int, list[float]] = {}
+        for sample in samples:
+            shares.setdefault(int(sample.pid), []).append(float(sample.smUtil) / 100)
+        return {pid: sum(values) / len(values) for pid, values in shares.items()}
+
     def _read(self, function: str, *arguments: Any) -> Any:
         if self._handle is None:
             return None

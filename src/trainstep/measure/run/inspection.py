@@ -23,7 +23,9 @@ from trainstep.measure.harness.files import TemporaryFolder
 from trainstep.measure.run.waits import Waits
 from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.communication import read_communication
+from trainstep.traces.gradient_messages import gradient_messages
 from trainstep.traces.kineto import read_trace
+from trainstep.traces.patterns import patterns_table
 from trainstep.traces.profile import profile_of
 from trainstep.traces.verdict import Unprofiled
 from trainstep.traces.work import read_work
@@ -55,7 +57,7 @@ class Inspection:
     def start(self, others: "OtherProfilers") -> None:
         """The step begins."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        self._profiler = profile(activities=activities)
+        self._profiler = profile(activities=activities, record_shapes=True)
         others.start_own(self._profiler)
         self._stack.callback(self._waits.stop)
         self._waits.start()
@@ -89,7 +91,10 @@ class Inspection:
                 profiler.export_chrome_trace(str(path))
                 trace = read_trace(path)
             profiled = profile_of(trace, unprofiled=unprofiled, kernels_kept=_KEPT)
-            messages = read_communication(read_work(trace)).steps
+            work = read_work(trace)
+            messages = read_communication(work).steps
+            tables |= {"patterns": patterns} if (patterns := patterns_table(work)) else {}
+            sent = gradient_messages(work)
         except Exception as error:  # noqa: BLE001  (a profiler may write anything, and the script must go on)
             reason = f"{type(error).__name__}: {error}"
             return Inspected(facts=facts_of(inspected_step=self._step, trace_failed=reason), tables=tables)
@@ -99,6 +104,7 @@ class Inspection:
             device_busy_s=profiled.busy_s[0] if profiled.on_device else None,
             communication_s=sum(step.communication_s for step in messages),
             exposed_s=sum(step.exposed_s for step in messages),
+            **sent,
             **{name: value for name, value in profiled.numbers().items() if value != ""},
         )
         return Inspected(facts=facts, tables={**profiled.tables, **tables})

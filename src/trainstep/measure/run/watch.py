@@ -30,6 +30,7 @@ import torch
 from trainstep.config.script import Part
 from trainstep.measure.run.closing import Closing
 from trainstep.measure.run.compilation import Compilations
+from trainstep.measure.run.contention import Contention
 from trainstep.measure.run.device_clock import DeviceClock, is_capturing
 from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.inspection import Inspection, OtherProfilers
@@ -88,6 +89,7 @@ class Watch:
         self._hooks = Hooks(self._clock, self._updated)
         self._closing = Closing()
         self._compilations = Compilations()
+        self._contention = Contention(ranks=recording.identity.ranks)
         self._device: DeviceClock | None = None
         self._inspection: Inspection | None = None
         self._others = OtherProfilers(self._abandon)
@@ -255,6 +257,7 @@ class Watch:
         device = next((parameter.device.type for parameter in _parameters([optimizer])), "cpu")
         if device == "cuda" and self._device is None and not self._unfinished:
             self._device = DeviceClock()
+            self._contention.watch_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
             self.recording.identity = replace(self.recording.identity, device="cuda")
         if not self._given and self._searches < _SEARCHES:
             self._searches += 1
@@ -306,6 +309,9 @@ class Watch:
             self._device.drop_step()
         usual_s = statistics.median(self._recent) if self._recent else None
         found = inspection.finish(Unprofiled(step_s=usual_s))
+        del inspection
+        if gc.isenabled():  # else the script's next steps would collect what reading a trace has left
+            gc.collect()
         if found is not None:
             self._write(found.facts, found.tables)
         now_s = time.monotonic()
@@ -330,6 +336,9 @@ class Watch:
             watching_s=self._watching_s,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
             own_profiler=self._others.seen or None,
+            trained_elements=sum(parameter.numel() for parameter in self._trained()) or None,
+            matmul_precision=torch.get_float32_matmul_precision(),
+            **self._contention.take(),
             **self._compilations.facts,
         )
         self._watching_s = 0.0

@@ -19,6 +19,7 @@ from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.evidence import evidence_of
 from trainstep.explain.floor import check_calibration
 from trainstep.explain.script_evidence import script_evidence
+from trainstep.explain.trace_evidence import is_of_trace, trace_evidence
 from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.interval import Interval
 from trainstep.report.kit.answer import Answer
@@ -58,7 +59,8 @@ def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) ->
         if record.workload == _RUN:
             continue
         try:
-            evidence, gpu = evidence_of(record), record.environment.gpu
+            evidence = trace_evidence(record) if is_of_trace(record) else evidence_of(record)
+            gpu = record.environment.gpu
             if calibration is not None:
                 device = str(record.config.get("device"))
                 check_calibration(calibration, device=device, gpu=gpu, has_formulas=evidence.config is not None)

@@ -1,0 +1,76 @@
+"""A profiler's trace as a row that can be explained: `rows_of_traces([Path("trace.json.gz")], limits)`."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from trainstep.config.script import Part
+from trainstep.reading import ReadLimits, read_within
+from trainstep.records.record import Record, Samples
+from trainstep.report.kit.rows import Row, rows_of
+from trainstep.report.profile.tables import trace_record
+from trainstep.traces.kineto import read_trace
+from trainstep.traces.nsys import is_report, read_report
+from trainstep.traces.patterns import patterns_table
+from trainstep.traces.profile import Profile, profile_of
+from trainstep.traces.tables import Columns
+from trainstep.traces.work import TraceWork, read_work
+
+_ENDINGS = (".json", ".json.gz", ".sqlite", ".nsys-rep", ".qdrep")
+_LOADER = "enumerate(DataLoader)"
+"""Begins the name of torch's own ranges around a DataLoader's next batch."""
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file is named as a profiler's trace is: records are .jsonl."""
+    return path.name.endswith(_ENDINGS)
+
+
+def rows_of_traces(paths: Sequence[Path], limits: ReadLimits) -> list[Row]:
+    """A row for each trace, read in a process with these limits. ValueError of one sentence for what is no trace."""
+    seen = [(path, read_within(limits, path, functools.partial(_seen, path, limits))) for path in paths]
+    return rows_of([(str(path), _record(path, trace)) for path, trace in seen])
+
+
+class _Seen(NamedTuple):
+    """What a trace shows; `data_s`: of each step."""
+
+    profile: Profile
+    gpu: str | None
+    patterns: Columns
+    data_s: tuple[float, ...]
+
+
+def _seen(path: Path, limits: ReadLimits) -> _Seen:
+    try:
+        trace = read_report(path) if is_report(path) else read_trace(path, largest_bytes=limits.file_bytes)
+        work = read_work(trace)
+        return _Seen(profile_of(trace), trace.gpu, patterns_table(work), _data_s(work))
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+
+
+def _record(path: Path, seen: _Seen) -> Record:
+    """The record of a trace, with its patterns and its waits for data."""
+    record = trace_record(seen.profile, path, seen.gpu)
+    tables = {**record.tables, **({"patterns": seen.patterns} if seen.patterns else {})}
+    data = Samples(unit="s", values=seen.data_s)
+    return dataclasses.replace(record, samples={**record.samples, Part.DATA.value: data}, tables=tables)
+
+
+def _data_s(work: TraceWork) -> tuple[float, ...]:
+    """Seconds that each step waits for its batch: torch's own ranges, or those of `trainstep run`."""
+    waits = [
+        opened
+        for opened in work.attribution.trace.ranges
+        if opened.annotation
+        and opened.thread == work.attribution.main
+        and (opened.name.startswith(_LOADER) or opened.name == Part.DATA)
+    ]
+
+    def within_s(start_ns: int, end_ns: int) -> float:
+        return sum(opened.duration_ns for opened in waits if start_ns <= opened.start_ns < end_ns) / 1e9
+
+    return tuple(within_s(step.start_ns, step.start_ns + step.window_ns) for step in work.steps)

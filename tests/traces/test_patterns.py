@@ -1,0 +1,144 @@
+"""Ways of computing that cost more than another are told by what ops do to which shapes: real traces of small steps on a CPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trainstep.traces.kineto import parse_trace, read_trace
+from trainstep.traces.patterns import ATTENTION, OPTIMIZER, SLICES, patterns_table
+from trainstep.traces.work import read_work
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Callable[..., dict[str, list]]:
+    """Profile a function as one step, its forward under a range, and find its patterns."""
+
+    def profiled(step: Callable[[], None], *, shapes: bool = True) -> dict[str, list]:
+        step()
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=shapes) as profiler, record_function("step 1"):
+            step()
+        profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+        return patterns_table(read_work(read_trace(tmp_path / "trace.json")))
+
+    return profiled
+
+
+def heads(queries: int = 48) -> list[torch.Tensor]:
+    shapes = (2, 4, queries, 16), (2, 4, 48, 16), (2, 4, 48, 16)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return (query @ key.transpose(-2, -1) * 0.25).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("queries", [48, 20])
+def test_attention_with_its_scores_in_memory_is_found_in_both_passes(seen, queries):
+    tensors = heads(queries)
+    table = seen(lambda: written_out(*tensors).sum().backward())
+    assert set(table["pattern"]) == {ATTENTION}
+    assert sum(table["time_s"]) > sum(table["least_s"]) > 0
+    assert f"{queries} x 48" in table["what"][0]
+
+
+def test_a_fused_attention_and_a_loss_are_no_pattern(seen):
+    tensors, logits = heads(), torch.randn(64, 48, requires_grad=True)
+
+    def step() -> None:
+        F.scaled_dot_product_attention(*tensors).sum().backward()
+        F.cross_entropy(logits, torch.arange(48).repeat(2)[:64] % 48).backward()
+        logits.softmax(-1).sum().backward()
+
+    assert seen(step) == {}
+
+
+@pytest.mark.parametrize(
+    ("how", "found"), [({"foreach": False}, True), ({"foreach": True}, True), ({"fused": True}, False)]
+)
+def test_an_adam_by_tensor_is_found(seen, how, found):
+    parameters = [torch.nn.Parameter(torch.randn(64, 32)) for _ in range(10)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    table = seen(torch.optim.AdamW(parameters, **how).step)
+    assert table.get("pattern", []) == [OPTIMIZER] * found
+    if found:
+        assert table["calls"] == [10.0]
+        assert table["phase"] == ["optimizer"]
+        assert table["time_s"][0] <= table["of_s"][0]
+
+
+def test_an_sgd_by_tensor_is_not_called_an_adam(seen):
+    parameters = [torch.nn.Parameter(torch.randn(64, 32)) for _ in range(10)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    assert seen(torch.optim.SGD(parameters, lr=0.1, foreach=False).step) == {}
+
+
+def test_slices_that_are_put_together_again_are_found_with_their_backward(seen):
+    x = torch.randn(8, 250, requires_grad=True)
+    table = seen(lambda: torch.cat([F.gelu(part) for part in x.tensor_split(25, -1)], -1).sum().backward())
+    assert set(table["pattern"]) == {SLICES}
+    assert table["calls"][0] == 25.0
+    assert "25 times in a row" in table["what"][0]
+    assert sum(table["ranges"]) > 50, "backward's ops are among them"
+
+
+def test_a_loop_over_rows_is_found(seen):
+    x = torch.randn(12, 64)
+    table = seen(lambda: torch.stack([x[row].exp().mul(2.0) for row in range(12)]))
+    assert table["pattern"] == [SLICES]
+
+
+def test_what_a_closure_computes_is_not_the_optimizers(seen):
+    x = torch.randn(8, 250, requires_grad=True)
+    parameters = [torch.nn.Parameter(torch.randn(64, 32)) for _ in range(10)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, foreach=False)
+
+    def closure() -> torch.Tensor:
+        with record_function("forward"):
+            return torch.cat([F.gelu(part) for part in x.tensor_split(25, -1)], -1).sum()
+
+    def step() -> None:
+        with record_function("optimizer"):
+            optimizer.step(closure)
+
+    table = seen(step)
+    assert dict(zip(table["pattern"], table["phase"], strict=True)) == {OPTIMIZER: "optimizer", SLICES: "forward"}
+
+
+def test_layers_one_after_the_other_are_no_slices(seen):
+    layers = [torch.nn.Linear(16, 16) for _ in range(12)]
+
+    def step() -> None:
+        x = torch.randn(4, 16)
+        for layer in layers:
+            x = layer(x).relu()
+        x.sum().backward()
+
+    assert seen(step) == {}
+
+
+def test_without_shapes_there_are_no_rows(seen):
+    tensors = heads()
+    assert seen(lambda: written_out(*tensors).sum().backward(), shapes=False) == {}
+
+
+def test_odd_shapes_in_a_trace_are_read_or_ignored():
+    odd = [[], "x", None, [[2, 3], []], [1, [2]]]
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": "step 1", "pid": 1, "tid": 1, "ts": 0, "dur": 50},
+        *(
+            {"ph": "X", "cat": "cpu_op", "name": "aten::bmm", "pid": 1, "tid": 1, "ts": 1 + 5 * index, "dur": 4}
+            | {"args": {"Input Dims": [shape], "Input type": shape}}
+            for index, shape in enumerate(odd)
+        ),
+    ]
+    text = json.dumps({"traceEvents": events})
+    assert patterns_table(read_work(parse_trace(text, "odd.json"))) == {}
