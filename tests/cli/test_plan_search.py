@@ -154,6 +154,11 @@ def test_other_verbs_read_the_file_of_options(ranks: int, tmp_path: Path, capsys
     assert app.run([verb, "--config", str(path), "--device", "cpu", "--dry-run", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["cells"]) == 1
     searched(capsys, "--capture", "none", "--compile", "none", "--out-config", str(path))
+    assert app.run(["plan", "--config", str(path), "--gpu", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answer"]
+    path.write_text(path.read_text().replace('"cuda"', '"cpu"'))
+    assert app.run(["plan", "--config", str(path), "--gpu", "h200"]) == 2
+    assert "device: this command takes cuda alone, not cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

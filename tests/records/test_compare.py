@@ -366,6 +366,16 @@ def test_records_are_matched_by_key_and_the_last_of_a_key_counts():
     assert match_records([second], []).only_a == (second,)
 
 
+def test_records_without_a_field_that_came_later_are_matched_by_its_default():
+    """Neither file has a key of the other; --capture came between."""
+    config = {"device": "cpu", "steps": 3}
+    old = of_steps([1.0], config=config, key="old")
+    new = of_steps([1.0], config={**config, "capture": "none"}, key="new")
+    other = of_steps([1.0], config={**config, "capture": "step"}, key="other")
+    assert match_records([old], [other, new]).pairs == ((old, new),)
+    assert match_records([old], [other]).pairs == ()
+
+
 # Several processes for each variant.
 
 

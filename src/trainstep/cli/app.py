@@ -20,6 +20,7 @@ import trainstep
 # Type checkers take it as true; importing it from typing would take longer than everything else here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from inspect import BoundArguments
     from typing import Any
 
@@ -64,6 +65,8 @@ _RUNNING = (
 _ON_NODES = ("bench", "memory", "parallel", "collectives", "sweep")
 """The verbs that use all nodes of a launch."""
 _READ_FILES = ("--from", "--grade", "PATHS")
+_IMPLIED = {"plan": {"device": "cuda"}}
+"""Verb -> options that it does not have, and their value in files that it writes for other verbs."""
 """The options and words that name files to read, with which nothing runs."""
 _COMPLETION = "Let the Tab key complete verbs and options, in bash, zsh or fish."
 _LONG_RUNS = "Check a long run first: `trainstep {0} --dry-run`. Limit its time: `trainstep {0} --budget-minutes 30`."
@@ -318,8 +321,12 @@ class OptionFiles:
             return
         config_tokens = options["config"].tokens if "config" in options else []
         known = options.keys() - {"config", "from", "grade"}
+        implied = _IMPLIED.get(commands[0], {})
         for file, texts in (
-            *((token.value, options_of_file(Path(token.value), known)) for token in config_tokens),
+            *(
+                (token.value, _without(implied, options_of_file(Path(token.value), {*known, *implied})))
+                for token in config_tokens
+            ),
             (str(DEFAULTS_FILE), default_options(commands[0], known)),
         ):
             for name, text in texts.items():
@@ -341,6 +348,14 @@ class OptionFiles:
         option = reason.partition(":")[0]
         file = next((file for file, options in self.taken.items() if option in options), None)
         return reason if file is None else f"{reason} ({option} is from {file})"
+
+
+def _without(implied: "Mapping[str, str]", texts: "Mapping[str, str]") -> dict[str, str]:
+    """A file's options without those that say what the verb does anyway. ValueError for another value of these."""
+    for name in implied.keys() & texts.keys():
+        if texts[name] != implied[name]:
+            raise ValueError(f"{name}: this command takes {implied[name]} alone, not {texts[name]}")
+    return {name: text for name, text in texts.items() if name not in implied}
 
 
 def install_completion(*, shell: str | None = None) -> None:

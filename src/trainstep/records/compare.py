@@ -32,9 +32,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
+from trainstep.config.parsing import CONFIGS, config_hash, flat_form
 from trainstep.records.record import Record, Samples
 from trainstep.records.summary import Floats, bootstrap_medians
 
@@ -84,13 +86,27 @@ class Matches:
 
 
 def match_records(a: Sequence[Record], b: Sequence[Record]) -> Matches:
-    """Pair the last record of each key in a with the last record of that key in b, in a's order."""
+    """Pair the last record of each key in a with the last record of that key in b, in a's order.
+
+    A record's key is of the fields that its code had. Where the keys have nothing in common, fields that came later count as their
+    defaults, which are what the code before did.
+    """
     records_a, records_b = ({record.key: record for record in records} for records in (a, b))
+    if not records_a.keys() & records_b.keys():
+        records_a, records_b = ({_whole_key(record): record for record in records} for records in (a, b))
     return Matches(
         pairs=tuple((record, records_b[key]) for key, record in records_a.items() if key in records_b),
         only_a=tuple(record for key, record in records_a.items() if key not in records_b),
         only_b=tuple(record for key, record in records_b.items() if key not in records_a),
     )
+
+
+def _whole_key(record: Record) -> str:
+    """The key that the record would have if its code had had all of today's fields."""
+    kind: Any = CONFIGS.get(record.workload)
+    fields = {} if kind is None else {name: field.default for name, (_, field) in flat_form(kind).items()}
+    later = {name: value for name, value in fields.items() if name not in record.config and name != "model"}
+    return config_hash(record.workload, {**record.config, **later})
 
 
 def compare_records(
