@@ -217,6 +217,8 @@ class _Parts:
         """Busy time as profiled, as a whole, or as predicted. A profiled step is longer than others, and so are its messages."""
         if self.evidence.work:
             return sum(self.evidence.work.values())
+        if not self.evidence.on_device:  # phases are timed on the host, and contain what of messages they wait for
+            return sum(self.evidence.phases_s.values())
         if self.evidence.busy_s is not None or self.predicted is None:
             return self.evidence.busy_s or 0.0
         return sum(self.predicted.classes[name] for name in _WORK)

@@ -22,7 +22,7 @@ class Cause(NamedTuple):
 CAUSES: Mapping[str, Cause] = {
     "host_launches": Cause(
         "host launches",
-        "capture the step as a CUDA graph, compile the model, or take a larger batch",
+        "capture the step as a CUDA graph (on a GPU), compile the model, or take a larger batch",
         ("step = CapturedStep(train, optimizer=optimizer, module=model)", "block.compile()"),
     ),
     "synchronisations": Cause(
