@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import pytest
@@ -191,6 +192,19 @@ def test_the_sum_explains_every_recorded_profile(name: str, h200: Calibration):
         assert_adds_up(budget)
         assert 0 < budget.floor_s < budget.measured_s
         assert budget.explained_share >= 0.95
+
+
+def test_the_phases_of_a_cpu_are_work_and_not_waits_for_messages():
+    """A profiled step of gloo is longer than others, and so are its messages: once they took the whole step."""
+    [record] = [
+        record
+        for record in Store(ROOT / "results/cpu/ddp_tiny.jsonl").finished()
+        if record.config["sync"] == "naive" and not record.failure
+    ]
+    budget = step_budget(evidence_of(record), None)
+    phases_s = sum(median(record.samples[name].values) for name in ("forward", "backward", "optimizer"))
+    assert budget.floor_s == pytest.approx(phases_s)
+    assert_adds_up(budget)
 
 
 def first_cause(name: str, h200: Calibration, **wanted: Any) -> set[str]:
