@@ -203,6 +203,17 @@ def test_an_interrupted_installation_leaves_no_folder(script, monkeypatch, tmp_p
 def test_what_a_release_can_fail_is_tested_and_what_reads_words_is_not(script):
     files = script.tests_of_torch()
     rooms = {path.split("/")[1] for path in files if path.count("/") > 1}
-    assert rooms == {"capture", "costs", "explain", "measure", "ops", "parallel", "plan", "traces", "training"}
+    assert rooms == {
+        "capture",
+        "costs",
+        "explain",
+        "measure",
+        "ops",
+        "parallel",
+        "plan",
+        "planted",
+        "traces",
+        "training",
+    }
     assert {"tests/test_newest.py", "tests/test_spans.py", "tests/test_strategies.py"} <= set(files)
     assert "tests/ops/test_adamw.py" in files
