@@ -69,6 +69,19 @@ def compiled() -> list[float]:
     return losses
 
 
+def test_what_the_watch_collects_is_not_the_scripts(tmp_path: Path):
+    """Between steps the watch reads traces, writes records, and shows its line; the garbage of that is its own."""
+    gc.disable()  # so that nothing else is collected
+    try:
+        with watched(tmp_path, every=3, on_step=lambda *_: gc.collect()) as watch:
+            loop(8)
+    finally:
+        gc.enable()
+    collected = [time_s for record in records_of(watch) for time_s in record.samples["garbage_collection"].values]
+    assert len(collected) >= 4
+    assert sum(collected) == 0
+
+
 @pytest.mark.parametrize("train", [loop, lambda: loop(accumulation=3), amp], ids=["plain", "accumulation", "autocast"])
 @pytest.mark.parametrize("every", [0, 2, None])
 def test_losses_are_the_same_to_the_bit(train: Callable[[], list[float]], every: int | None, tmp_path: Path):

@@ -232,6 +232,7 @@ class Watch:
             self._on_step(self.steps, (times,))
         if self._is_due(now_s):
             self._inspect()
+        self._collected_ns = 0  # what was collected since the step's end is the watch's
         self._clock.restart()
 
     def _keep(self, times: StepTimes) -> None:
