@@ -119,6 +119,7 @@ def test_a_script_trains_as_ever_and_is_recorded(tmp_path: Path):
     assert (done.returncode, done.stdout) == (0, alone.stdout), "losses are the same to the last digit"
     assert "Your step takes " in done.stderr
     assert "print(step, loss.item())" in done.stderr, "the line that reads a value"
+    assert "SyncActivityProfiler" not in done.stderr, "what torch's profiler prints of itself"
     assert "records: runs/" in done.stderr, "as seen from the folder of the start"
     written = records(tmp_path)
     assert written[-1].fact("steps_seen") == 20

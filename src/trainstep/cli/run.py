@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio")
 """Options of `run` that a value follows. The first word that is none of these, no value and no switch begins the script's words."""
+_QUIET_KINETO = "6"
+"""Above all levels of torch's profiler, which prints its starts and stops (USDT, level 5) into the script's output."""
 _NO_TORCH = "the script never imported torch, so there is no step to time"
 
 
@@ -106,6 +108,7 @@ def run(
     identity = ScriptConfig(
         script=script.name, arguments=shlex.join(script.arguments), run=path.stem, rank=rank, ranks=ranks
     )
+    os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_KINETO)
     session = _Session(identity, ranks_here, store, environment(), ours=give_back_streams(), quiet=quiet)
     after_import("torch", lambda: session.begin(inspect_every, tensorboard, trackio))
     last = LastOfAll()
