@@ -37,7 +37,7 @@ _FACTORS = {
 }
 """For each end of the interval, a message's time relative to the formula's. NVLink: as in plan/time/message_time.py."""
 _SLOWED = {"low_s": 0.05, "time_s": 0.2, "high_s": 0.4}
-"""The speed that computation loses beside a message. Two GPUs of one node lose more (message_time.py's SLOWED); with 0.45 here too
+"""The speed that computation loses beside a message. Two GPUs of one node lose more (message_time.py's _SLOWED); with 0.45 here too
 the published tables are predicted worse, and their rows of 8 and of more GPUs need one constant to be in order."""
 _WAITS = {"low_s": 0.5, "time_s": 1.0, "high_s": 2.0}
 """The wait for the slowest rank, relative to the formula's: a spread is known by half or double."""

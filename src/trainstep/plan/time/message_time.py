@@ -47,7 +47,7 @@ _MOST_RANKS = 8
 """GPUs of one machine: messages between machines are plan/fleet's."""
 _FACTORS = {"low_s": 0.88, "time_s": 1.0, "high_s": 1.2}
 """A message's time relative to the calibration's, for each end of the interval."""
-SLOWED = {"low_s": 0.15, "time_s": 0.45, "high_s": 0.75}
+_SLOWED = {"low_s": 0.15, "time_s": 0.45, "high_s": 0.75}
 """The share of the time in which a hidden message's bytes move by which the kernels beside it take longer; fitted to the phases of
 captured steps (results/h200/captured_ranks.jsonl, results/h100/plan_grids_ranks.jsonl)."""
 _CROWDED = 1.25
@@ -57,8 +57,10 @@ _COPIES = {"low_s": 0.75, "time_s": 0.95, "high_s": 1.5}
 copy 392)."""
 _COPIES_SLOW = 0.3
 """Of that share, what copies by copy engines still take."""
-
-
+_AVERAGING = frozenset(
+    {MessageKind.GRADIENTS_AT_ONCE, MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.GRADIENTS_OF_UNITS}
+)
+"""Gradients in flat buffers, which whole tensors are copied into."""
 _PASSES = {"all_reduce": 2}
 """How often a ring passes a message around: an all-reduce is a reduce-scatter and an all-gather."""
 
@@ -91,15 +93,13 @@ def updated_share(config: RanksConfig) -> float:
 
 def copied_gradients(config: RanksConfig) -> bool:
     """Whether gradients are copied into flat buffers before they are sent."""
-    flat = {MessageKind.GRADIENTS_AT_ONCE, MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.GRADIENTS_OF_UNITS}
-    return config.ranks > 1 and not config.sync.in_place and bool(flat & set(config.sync.strategy.sends))
+    return config.ranks > 1 and not config.sync.in_place and bool(_AVERAGING & set(config.sync.strategy.sends))
 
 
 def summing_ranks(config: RanksConfig) -> int:
     """Between how many ranks gradients are averaged by copies, whose sums are kernels of the ranks; 0 where they are not."""
-    sends = config.sync.strategy.sends
-    averaged = {MessageKind.GRADIENTS_AT_ONCE, MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.GRADIENTS_OF_UNITS}
-    return config.ranks if config.sync.transport == "copies" and averaged & set(sends) else 0
+    averages = config.sync.transport == "copies" and _AVERAGING & set(config.sync.strategy.sends)
+    return config.ranks if averages else 0
 
 
 def exposed_messages(
@@ -136,7 +136,7 @@ def exposed_messages(
     timeline = _Timeline(exchange, parameters, link, layers=model_of(config.run).layers)
     found = {}
     for end, factor in _FACTORS.items():
-        slowed = SLOWED[end]
+        slowed = _SLOWED[end]
         timeline.crowded = _CROWDED
         if config.sync.transport == "copies":
             factor, slowed, timeline.crowded = _COPIES[end], slowed * _COPIES_SLOW, 1.0
@@ -258,10 +258,8 @@ class _Timeline:
         hidden = max(0.0, 1 - exposed_s / self._sent_s)
         slowed_s = compute_s + self.slowed * hidden * self._moving_s
         counts, factor = self._link.counts, self.factor
-        self._link.counts, self.factor = (
-            False,
-            factor * (1 + (self.crowded - 1) * hidden),
-        )  # the same messages once more
+        self._link.counts = False  # the same messages once more
+        self.factor = factor * (1 + (self.crowded - 1) * hidden)
         added_s = max(0.0, end_of(slowed_s) - compute_s)
         self._link.counts, self.factor = counts, factor
         return added_s
