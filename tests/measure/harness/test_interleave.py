@@ -176,12 +176,22 @@ def test_processes_of_a_gpu_prepare_at_the_same_time_after_the_first_set(log: Pa
     assert calls_of(log, "take")[-6:] == ["b 1", "a 1"] * 3
 
 
-def test_a_variant_that_runs_out_while_others_prepare_makes_rounds(log: Path):
-    """Both prepare in the second set, and one of them has no memory for it."""
+@pytest.mark.slow
+@pytest.mark.parametrize("act", ["nothing", "abort_second"])
+@pytest.mark.parametrize("hungry_first", [True, False])
+def test_a_variant_that_runs_out_while_others_prepare_makes_rounds(act: str, hungry_first: bool, log: Path):
+    """Both prepare in the second set, and one of them has no memory for it: whatever becomes of the other, which held some."""
     hungry = {"act": "run_out_second", "where": "prepare", "file": str(log) + ".held"}
-    cells = [*variants(log, "a", steps=5, device="cuda"), *variants(log, "b", steps=5, device="cuda", **hungry)]
-    records = run(cells, processes=2)
-    assert {record.fact("interleaving") for record in records if record.failure is None} == {"rounds"}
+    other = {"act": act, "where": "prepare", "file": str(log) + ".aborted"}
+    cells = [
+        *variants(log, "a", steps=5, device="cuda", **other),
+        *variants(log, "b", steps=5, device="cuda", **hungry),
+    ]
+    records = {
+        str(record.config["name"]): record for record in run(cells[::-1] if hungry_first else cells, processes=2)
+    }
+    assert records["b"].failure is None
+    assert records["b"].fact("interleaving") == "rounds"
 
 
 @pytest.mark.parametrize("changed", [{"device": "cpu"}, {"device": "cuda", "ranks": 2, "sync": "none"}])

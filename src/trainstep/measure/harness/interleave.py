@@ -38,6 +38,7 @@ from trainstep.measure.harness.rank_connection import joined_ranks, ranks_of
 from trainstep.measure.harness.runner import CellRun, IdleProcesses, Limits, open_run, run_alone, steps_of, with_facts
 from trainstep.measure.harness.sets_plan import FEWEST_SETS, SetsPlan, half_width, window_of
 from trainstep.measure.harness.sweep import RoundParts
+from trainstep.measure.machine.environment import load_before
 from trainstep.records.record import Record, Samples
 from trainstep.records.tables import RANKS
 
@@ -140,8 +141,10 @@ class _LiveSet:
     def run(self, plan: SetsPlan, *, together: bool) -> None:
         """Prepare every variant, in order or all `together`, then take all steps, interleaved."""
         began_s = time.monotonic()
+        # Before any process starts, as one that starts would be a load to the other.
+        load = load_before("cuda", self._limits.visible_devices) if together else None
         for cell in self._cells:
-            self._runs.append(CellRun(cell, self._limits, self._processes.take(cell, self._tell)))
+            self._runs.append(CellRun(cell, self._limits, self._processes.take(cell, self._tell), load))
             if not together:
                 self._advance(self._runs[-1], "prepare")
         if together:
@@ -164,27 +167,26 @@ class _LiveSet:
         return self._ended[cell.key]
 
     def close(self) -> None:
-        """End what is still alive, and wait for the end of what has finished."""
-        for run in self.alive:
-            run.connection.kill()
-            run.connection.close()
-        with ThreadPoolExecutor(max(len(self._leaving), 1), thread_name_prefix="close") as threads:
-            list(threads.map(lambda connection: connection.close(), self._leaving))
+        """End what is still alive, and wait for the end of what has finished: all at once, so that an interrupt leaves none."""
+        alive = self.alive
+        with ThreadPoolExecutor(len(self._leaving) + len(alive) or 1, thread_name_prefix="close") as threads:
+            ends = [threads.submit(connection.close) for connection in self._leaving]
+            ends += [threads.submit(_end, run.connection) for run in alive]
         self._leaving.clear()
+        for end in ends:
+            end.result()
 
     def _prepare_together(self) -> None:
         """Prepare all variants at the same time. [Note: who prepares at the same time]"""
-        for run in self._runs:
-            run.see_load()
-        with ThreadPoolExecutor(len(self._runs), thread_name_prefix="prepare") as threads:
-            prepared: list[Future[Answer]] = [threads.submit(run.prepare, load_seen=True) for run in self._runs]
-            try:
-                wait(prepared)
-            except BaseException:
-                self.close()  # the threads wait for these processes, and this block for the threads
-                raise
+        threads = ThreadPoolExecutor(len(self._runs), thread_name_prefix="prepare")
+        try:
+            prepared: list[Future[Answer]] = [threads.submit(run.prepare) for run in self._runs]
+            wait(prepared)
+        finally:
+            threads.shutdown(wait=False)  # after an interrupt each ends with its process, which close() ends
+        others = len(self._runs) - 1  # all were alive, whichever failed
         for run, answer in zip(self._runs, prepared, strict=True):
-            self._settle(run, "prepare", answer.result)
+            self._settle(run, "prepare", answer.result, others=others)
 
     def _take(self, run: CellRun, steps: int) -> float:
         """Take a turn and return the seconds that it took."""
@@ -197,11 +199,12 @@ class _LiveSet:
 
         DoNotFit if it ran out of memory beside other live processes.
         """
-        self._settle(run, do, run.prepare if do == "prepare" else lambda: run.ask(do, **fields))
+        ask = run.prepare if do == "prepare" else lambda: run.ask(do, **fields)
+        self._settle(run, do, ask, others=len(self.alive) - 1)
 
-    def _settle(self, run: CellRun, do: str, answered: Callable[[], Answer]) -> None:
-        """Take the answer to the action `do`, which `answered` returns, or raises CellLost; the rest is `_advance`'s."""
-        others = len(self.alive) - 1
+    def _settle(self, run: CellRun, do: str, answered: Callable[[], Answer], *, others: int) -> None:
+        """Take the answer to the action `do`, which `answered` returns, or raises CellLost; the rest is `_advance`'s. `others`:
+        processes that were alive beside it."""
         again = False
         try:
             answer = answered()
@@ -222,6 +225,11 @@ class _LiveSet:
             self._leaving.append(run.connection)
         else:
             run.connection.close()
+
+
+def _end(connection: Connection) -> None:
+    connection.kill()
+    connection.close()
 
 
 def _run_in_rounds(

@@ -1,7 +1,7 @@
 """Runs a cell alone in its process and makes its record; keeps idle processes; searches the largest batch that fits."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -52,14 +52,17 @@ class Limits:
 class CellRun:
     """A cell that runs in a process, with the time that is left to it, until it becomes a record."""
 
-    def __init__(self, cell: Cell, limits: Limits, connection: Connection) -> None:
+    def __init__(
+        self, cell: Cell, limits: Limits, connection: Connection, load: Mapping[str, float | int] | None = None
+    ) -> None:
+        """`load`: what other processes did to this machine before the cell, where `prepare` is not to look."""
         self.cell = cell
         self.connection = connection
         self._limits = limits
         self._left_s = limits.timeout_s
         self._started_at = datetime.now(UTC)
         self._started_s = time.monotonic()
-        self._load_before: dict[str, float | int] = {}
+        self._load_before = load
 
     def ask(self, do: str, **fields: Any) -> Answer:
         """Send one request to the cell's process; only the time of its requests counts towards its limit."""
@@ -71,13 +74,9 @@ class CellRun:
         finally:
             self._left_s -= time.monotonic() - asked_s
 
-    def see_load(self) -> None:
-        """Note what other processes do to this machine. `prepare` does it, unless it is done before other cells prepare."""
-        self._load_before = load_before(str(self.cell.config.get("device")), self._limits.visible_devices)
-
-    def prepare(self, *, load_seen: bool = False) -> Answer:
-        if not load_seen:
-            self.see_load()
+    def prepare(self) -> Answer:
+        if self._load_before is None:
+            self._load_before = load_before(str(self.cell.config.get("device")), self._limits.visible_devices)
         self.connection.begin()
         return self.ask(
             "prepare",
@@ -103,7 +102,7 @@ class CellRun:
         }
         try:
             record = record_from_plain(plain)
-            load = {name: value for name, value in self._load_before.items() if name not in record.facts}
+            load = {name: value for name, value in (self._load_before or {}).items() if name not in record.facts}
             return with_facts(record, **load, **facts)
         except ValueError as error:  # a user's own workload may return anything
             message = f"the workload's findings make no record: {error}"
