@@ -61,6 +61,8 @@ def shown(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0, comm
         (["--prove", "--context", "16,32"], "prove: takes one step, and these options are 2"),
         (["--prove", "--out-config", "mine.toml"], "out_config: mine.toml does not look like a file of proved options"),
         (["--prove", "--budget-minutes", "0"], "budget_minutes: must be a positive number"),
+        (["--prove", "--page", "p.html", "--out-config", "./p.html"], "out_config: p.html is the file of --page too"),
+        (["--prove", "--out", "new.toml", "--out-config", "new.toml"], "out_config: new.toml is the file of --out too"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):

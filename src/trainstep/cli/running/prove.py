@@ -5,6 +5,7 @@ looks up first what the file of records has.
 """
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -96,7 +97,7 @@ def prove_model(
         raise ValueError(f"prove: takes one step, and these options are {len(cells)}; give each option one value")
     if calibration is not None:
         check_calibration(calibration, device=cells[0].config["device"], gpu=here.gpu)
-    store = _store(how)
+    store = _store(how, request)
     groups = groups_along(cells, None)
     if how.dry_run and cells[0].key not in store.latest():
         note = "Then each change of its explanation is measured against it."
@@ -140,7 +141,7 @@ def prove_rows(
     here = _same_machine(record, how)
     if len(explained) > 1:
         tell(f"of {len(explained)} steps, the one furthest above its floor is proved: {one.label}", how)
-    return _prove(one, _store(how), bounds, request, how, here, began_s)
+    return _prove(one, _store(how, request), bounds, request, how, here, began_s)
 
 
 def _same_machine(record: Record, how: GridOptions) -> Environment:
@@ -161,9 +162,16 @@ def _same_machine(record: Record, how: GridOptions) -> Environment:
     return here
 
 
-def _store(how: GridOptions) -> Store:
+def _store(how: GridOptions, request: Request) -> Store:
     store = how.store(how.out or RUNS / _FILE, "explain")
     check_page(how.page, store.path)
+    for name, path in (("out", store.path), ("page", how.page)):
+        if (
+            request.out_config is not None
+            and path is not None
+            and os.path.realpath(path) == os.path.realpath(request.out_config)
+        ):
+            raise ValueError(f"out_config: {path} is the file of --{name} too; give the options another name")
     return store
 
 

@@ -40,6 +40,9 @@ class Progress(Protocol):
         """Some cells are done."""
 
 
+_AGAIN = ("timeout", "crash")
+
+
 class Lab:
     """Measures for a search what the store does not have, until the budget is spent; nothing in a dry run."""
 
@@ -61,7 +64,10 @@ class Lab:
         self.store, self._limits, self._device = store, limits, device
         self._progress, self._say, self._facts = progress, say, facts
         self._budget_minutes, self._dry_run = budget_minutes, dry_run
-        self._records = store.finished()
+        # What an earlier command's time limit or a crash ended is tried again.
+        self._records = [
+            record for record in store.finished() if not (record.failure and record.failure.kind in _AGAIN)
+        ]
         self._began_s = time.monotonic() if began_s is None else began_s
         self.start: Options = {}
         """The start of the search that runs; progress names what differs from it."""
