@@ -18,6 +18,7 @@ from trainstep.records.compare import Comparison
 
 START = {"model": "tiny", "batch_size": 4}
 LOSSES = (2.0, 1.9, 1.8)
+GAIN = Interval(time_s=0.4, low_s=0.3, high_s=0.5)
 CAPTURE = Candidate(fields={"capture": "step"}, gain=Interval(time_s=0.4, low_s=0.3, high_s=0.6))
 BLOCK = Candidate(fields={"compile": "block"}, gain=Interval(time_s=0.1, low_s=0.0, high_s=0.2))
 LOOP, FOREACH = (Candidate(fields={"adamw": name}) for name in ("loop", "foreach"))
@@ -134,6 +135,15 @@ def test_where_all_together_are_slower_the_fastest_alone_is_taken():
     assert proof.chosen == {**START, "capture": "step"}
     proof = Lab({"step": 0.5, "block": 0.8}, together=1.2).run(CAPTURE, BLOCK)
     assert proof.chosen == {**START, "capture": "step"}
+
+
+def test_of_rivals_the_next_is_taken_where_the_faster_one_is_not_confirmed():
+    """Both set one field, so that what is joined is the faster one alone; the other was never compared a second time."""
+    rivals = [Candidate(fields={"adamw": name}, cause="optimizer", gain=GAIN) for name in ("loop", "foreach")]
+    proof = Lab({"loop": 0.5, "foreach": 0.8}, together=1.0).run(*rivals)
+    assert proof.chosen == {**START, "adamw": "foreach"}
+    assert proof.together is not None
+    assert proof.together.candidate.gain == GAIN, "what is joined is the faster one, with its prediction"
 
 
 def test_a_changed_loss_is_not_compared():

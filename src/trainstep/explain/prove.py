@@ -130,8 +130,8 @@ class Proof:
         if first is None or whole is None:
             return first
         is_alone = whole.candidate.fields == first.candidate.fields
-        if not whole.step.kept:
-            return None if is_alone else first
+        if not whole.step.kept:  # the next was compared once, as is said of it
+            return next(iter(self.helped[1:]), None) if is_alone else first
         known, other = first.step.comparison, whole.step.comparison
         beats = known and other and known.high is not None and other.low is not None and known.high < other.low
         return first if beats and not is_alone else whole
@@ -344,7 +344,7 @@ class _Prover(Trials):
                 fields |= more
         if fields:
             candidate = Candidate(fields=fields, gain=self._predict(fields))
-            if len(proof.helped) == 1:
+            if fields == dict(proof.helped[0].candidate.fields):
                 candidate = proof.helped[0].candidate
             said(self._count, self._count, candidate)
             proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))

@@ -36,6 +36,15 @@ def a_proof(*singles: Tried, **values: Any) -> Proof:
     return Proof(start=START, measured_s=1.0, start_s=1.0, spread=0.0, singles=list(singles), **values)
 
 
+def test_a_change_that_was_compared_once_says_so():
+    """All together were slower, so that the fastest alone is taken, which chance may have chosen among several."""
+    whole = tried("slower", 1.2, compile="block", capture="step")
+    answer = proof_answer("tiny", a_proof(BLOCK, tried("faster", 0.8, capture="step"), together=whole), None)
+    assert "with compile block" in answer.verdict
+    assert "All that helped, together, gained less" in answer.verdict
+    assert "this change was compared once" in answer.verdict
+
+
 @pytest.mark.parametrize(
     ("proof", "words"),
     [

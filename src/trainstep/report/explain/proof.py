@@ -48,16 +48,22 @@ def _verdict(proof: Proof) -> str:
     compared = [tried for tried in proof.singles if tried.step.comparison]
     best = proof.best
     if best is None:
-        one = proof.helped
-        if one:
-            return f"{listed([tried.candidate.name for tried in one])} seemed faster, and a second comparison did not confirm it."
+        if proof.together is not None:
+            return f"{proof.together.candidate.name} seemed faster, and a second comparison did not confirm it."
         count = len(compared)
         return f"of {count} change{'' if count == 1 else 's'} that {'was' if count == 1 else 'were'} compared, none is faster."
     gain = best.measured(proof.measured_s)
     assert gain is not None, "what helped was compared"
     per = " per token" if "batch_size" in best.candidate.fields else ""
     predicted = f", predicted {ms_words(best.candidate.gain.time_s)}" if best.candidate.gain else ""
-    confirmed = "" if proof.together else " Not yet compared together."
+    if proof.together is None:
+        confirmed = " Not yet compared together."
+    elif best is proof.together:
+        confirmed = ""
+    else:
+        confirmed = (
+            f" All that helped, together, gained less ({proof.together.candidate.name}); this change was compared once."
+        )
     return (
         f"with {_fields_words(best)} a step takes {_ratio_words(best)} of the original's time{per}: {ms_words(gain.time_s)} less "
         f"({span_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
