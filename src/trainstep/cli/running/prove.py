@@ -224,14 +224,16 @@ def _prove(
 
 
 def _progress_words(lab: Lab, place: int, of: int, candidate: Candidate) -> str:
-    """`[2/6] capture step; at most about 3 min left`; the last is all changes together."""
+    """`[2/6] capture step; about 3 min left`: more on a noisy machine; the last is all changes together."""
     left_s = (of - place + 1) * (lab.trial_s(lab.start) + lab.comparison_s(lab.start))
-    return f"[{place}/{of}] {candidate.name}; at most about {span_words(left_s)} left"
+    return f"[{place}/{of}] {candidate.name}; about {span_words(left_s)} left"
 
 
 def _show_plan(one: Explained, proof: Proof, found: Sequence[Candidate], lab: Lab, how: GridOptions) -> int:
     """What the file of records has, what would be measured next, and about how long that takes."""
-    left_s = len(proof.untried) * (lab.trial_s(proof.start) + lab.comparison_s(proof.start))
+    each_s = lab.trial_s(proof.start) + lab.comparison_s(proof.start)
+    # Two trials of the start come first, and a comparison of what helped together is the last.
+    left_s = len(proof.untried) * each_s + 2 * lab.trial_s(proof.start) + lab.comparison_s(proof.start)
     known = [{"change": tried.candidate.name, "outcome": tried.step.word} for tried in proof.singles]
     with outliving_reader(sys.stdout):
         if how.json:
@@ -239,7 +241,7 @@ def _show_plan(one: Explained, proof: Proof, found: Sequence[Candidate], lab: La
             print(json.dumps({**plan, "records": str(lab.store.path)}, indent=1))
             return 0
         words = (
-            f"{len(proof.untried)} to try, at most about {span_words(left_s)}" if proof.untried else "it is finished"
+            f"{len(proof.untried)} to try, about {span_words(left_s)} or more" if proof.untried else "it is finished"
         )
         print(f"{one.label}: of {len(found)} changes, {words}")
         for tried in proof.singles:
