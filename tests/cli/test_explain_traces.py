@@ -12,7 +12,7 @@ from trainstep.records.store import Store
 
 
 def test_a_trace_beside_records_is_explained_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    Store(tmp_path / "train.jsonl").add(a_run())
+    Store(tmp_path / "train.jsonl").append(a_run())
     page = tmp_path / "why.html"
     assert app.run(["explain", str(EAGER), str(tmp_path / "train.jsonl"), "--json", "--page", str(page)]) == 0
     out = json.loads(capsys.readouterr().out)

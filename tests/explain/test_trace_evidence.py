@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from record_maker import a_record, seconds
+from trainstep.config.script import Part
 from trainstep.explain.budget import step_budget
 from trainstep.explain.evidence import CASTS, HOST_COPIES
 from trainstep.explain.trace_evidence import is_of_trace, trace_evidence
@@ -72,7 +73,7 @@ def test_copies_between_host_and_device_count_with_casts():
 def test_on_a_cpu_all_but_waits_is_work_and_phases_add_up_to_it():
     table = classes(forward__matmul=0.03, backward__matmul=0.06, backward__communication=0.5)
     record = a_trace(device="cpu", classes=table, verdict={"exposed_share": [0.1]})
-    evidence = trace_evidence(replace(record, samples={**record.samples, "data": seconds([0.003])}))
+    evidence = trace_evidence(replace(record, samples={**record.samples, Part.DATA.value: seconds([0.003])}))
     assert not evidence.work
     assert evidence.busy_s == pytest.approx(0.015)
     assert evidence.phases_s == pytest.approx({"forward": 0.005, "backward": 0.01})

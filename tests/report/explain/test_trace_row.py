@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trace_maker import EAGER
+from trainstep.config.script import Part
 from trainstep.reading import ReadLimits
 from trainstep.report.explain.budgets import explain_answers, explain_rows
 from trainstep.report.explain.trace_row import is_trace, rows_of_traces
@@ -52,7 +53,7 @@ def test_a_loaders_ranges_are_the_wait_for_data(tmp_path: Path):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(events))
     [row] = rows_of_traces([path], ReadLimits())
-    assert max(row.record.samples["data"].values) == pytest.approx(250e-6)
+    assert max(row.record.samples[Part.DATA.value].values) == pytest.approx(250e-6)
 
 
 def test_a_broken_file_is_one_sentence_that_names_it(tmp_path: Path):
