@@ -94,7 +94,7 @@ def test_a_step_that_is_mostly_its_ops_says_so_before_a_small_finding():
     assert suggestion_of(budget).startswith("Compile the model, or take a larger batch: ")
     assert suggestion_of(replace(budget, on_device=True)).startswith("Capture the step as a CUDA graph, ")
     large = replace(budget, floor={AS_THEY_RUN: 0.08}, findings=(a_finding(excess_ms=20.0),))
-    assert "100 % of the rest" in verdict_of(large)
+    assert "100.0 % of the rest" in verdict_of(large)
 
 
 @pytest.mark.parametrize(
