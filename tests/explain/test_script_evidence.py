@@ -160,6 +160,7 @@ def test_a_sync_in_each_pass_is_told_from_one_in_the_last(passes: int, elements:
     budget = step_budget(script_evidence([run]), None)
     assert [finding.cause for finding in budget.findings] == causes
     assert budget.findings[0].excess.time_s == pytest.approx(0.006 if len(causes) == 2 else 0.008)
+    assert " on average, counted as fp32" in budget.findings[-1].evidence
 
 
 def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():
