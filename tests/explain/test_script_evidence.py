@@ -133,6 +133,18 @@ def test_another_process_is_named_where_threads_waited_and_others_computed(waite
     assert sum(budget.floor.values()) + sum(f.excess.time_s for f in budget.findings) == pytest.approx(0.032)
 
 
+@pytest.mark.parametrize(("others", "share", "found"), [(2, 0.5, True), (2, 0.01, False), (0, 0.5, False)])
+def test_on_a_gpu_the_multiprocessors_that_others_used_count(others: int, share: float, found: bool):
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.004], "share": [1.0]}
+    facts = {"inspected_step": 5, "gpu_others": others, "gpu_others_share": share}
+    run = a_run(parts_ms=parts(forward=20.0), tables={"classes": classes}, facts=facts, device="cuda")
+    findings = {finding.cause: finding for finding in step_budget(script_evidence([run]), None).findings}
+    assert ("another_process" in findings) == found
+    if found:
+        assert findings["another_process"].excess.time_s == pytest.approx(0.5 * 0.02)
+        assert findings["another_process"].evidence == "2 other processes used 50% of the GPU's multiprocessors"
+
+
 @pytest.mark.parametrize(
     ("passes", "elements", "causes"),
     [(80, 4000, ["accumulation_sync", "exposed_messages"]), (80, 1000, ["exposed_messages"])],
@@ -148,6 +160,7 @@ def test_a_sync_in_each_pass_is_told_from_one_in_the_last(passes: int, elements:
     budget = step_budget(script_evidence([run]), None)
     assert [finding.cause for finding in budget.findings] == causes
     assert budget.findings[0].excess.time_s == pytest.approx(0.006 if len(causes) == 2 else 0.008)
+    assert " on average, counted as fp32" in budget.findings[-1].evidence
 
 
 def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():

@@ -49,6 +49,7 @@ def explain(
         trainstep explain runs/train.jsonl --page why.html    (a run of your own script, by trainstep run)
 
         trainstep explain --model small --prove --allow-precision bf16_autocast --budget-minutes 20 --out-config fast.toml
+
         trainstep explain trace.json.gz    (of torch.profiler, best with record_shapes=True)
 
     Parameters
@@ -154,6 +155,10 @@ def _read(paths: Sequence[Path], timeout_s: float | None, memory_limit_gib: floa
     from trainstep.report.explain.trace_row import is_trace, rows_of_traces
     from trainstep.report.kit.rows import read_rows, record_files
 
+    if script := next((path for path in paths if path.suffix == ".py"), None):
+        raise ValueError(
+            f"{script} is a script: `trainstep run {script}` makes a record that explain reads; give that record"
+        )
     traces = [path for path in paths if is_trace(path)]
     records = [path for path in paths if not is_trace(path)]
     tell_reading([*traces, *(file for path in records for file in record_files(path))])

@@ -233,9 +233,8 @@ def show_trace(
     from trainstep.report.kit.terminal import print_paragraphs, print_tables
     from trainstep.report.profile.answer import sentences, trace_answer
     from trainstep.report.profile.tables import TORCH_COLUMNS, detail_tables, trace_record
-    from trainstep.traces.kineto import read_trace
-    from trainstep.traces.nsys import is_report, read_report
     from trainstep.traces.profile import profile_of
+    from trainstep.traces.trace_file import read_trace_file
 
     if page is not None:
         from trainstep.report.kit.output_file import check_output, write_output
@@ -245,13 +244,11 @@ def show_trace(
         check_output("page", page, "html")
 
     def show(stream: TextIO) -> str:
-        try:
-            trace = read_report(path) if is_report(path) else read_trace(path, largest_bytes=limits.file_bytes)
-            profiled = profile_of(trace, kernels_kept=top)
-        except ValueError as error:
-            raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+        profiled, gpu = read_trace_file(
+            path, limits.file_bytes, lambda trace: (profile_of(trace, kernels_kept=top), trace.gpu)
+        )
         tables = detail_tables(profiled.tables, whole=as_json)
-        record = trace_record(profiled, path, trace.gpu)
+        record = trace_record(profiled, path, gpu)
         answers = trace_answer(profiled.tables, record.fact)
         if as_json:
             stream.write(json_text(tables, answers))

@@ -72,7 +72,7 @@ class Finding:
     cause: str
     excess: Interval
     gain: Interval
-    """What the step gains by the change: by plan where it predicts the changed config, else from nothing to the excess."""
+    """What the step gains by the change: by plan where it predicts the changed config, else from nothing to all of the excess."""
     evidence: str
     """What was seen, in words; `{name}` stands for a time of `times_s`, which the report writes as its tables do."""
     times_s: Mapping[str, float] = field(default_factory=dict)
@@ -95,6 +95,8 @@ class Budget:
     is_profiled: bool = False
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase of the step, where they were measured."""
+    to_see_more: str = ""
+    """What shows more of the step, in words."""
 
     @property
     def floor_s(self) -> float:
@@ -133,7 +135,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
                 cause=cause,
                 excess=excess,
                 gain=gain_of(
-                    excess,
+                    excess_s,
                     evidence.measured_s,
                     parts.predicted,
                     after,
@@ -157,6 +159,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
         on_device=evidence.on_device,
         is_profiled=parts.profiled,
         phases_s=evidence.phases_s,
+        to_see_more=evidence.to_see_more,
     )
 
 
@@ -328,7 +331,8 @@ class _Parts:
             )
             exposed_s -= again_s
         count, nbytes = self.evidence.messages, self.evidence.message_bytes
-        sizes = f" in {count:,} messages of {nbytes / count / 2**20:.3g} MiB on average" if count else ""
+        counted = f", counted as {self.evidence.message_dtype}" if self.evidence.message_dtype else ""
+        sizes = f" in {count:,} messages of {nbytes / count / 2**20:.3g} MiB on average{counted}" if count else ""
         words = f"nothing is computed for {{exposed}} while messages are in flight{sizes}"
         self.add("exposed_messages", exposed_s - late_s - floor_s, words, exposed=exposed_s)
 

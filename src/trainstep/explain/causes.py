@@ -12,18 +12,21 @@ class Cause(NamedTuple):
     """`title`: its name in tables and sentences. `advice`: the change in words, where no field of a config is the change.
 
     `lines`: what to write in one's own script, as the cause's page has it; none where only words help.
+    `advice_on_cpu`: the advice for a CPU, where it is another.
     """
 
     title: str
     advice: str
     lines: tuple[str, ...] = ()
+    advice_on_cpu: str = ""
 
 
 CAUSES: Mapping[str, Cause] = {
     "host_launches": Cause(
         "host launches",
-        "capture the step as a CUDA graph (on a GPU), compile the model, or take a larger batch",
+        "capture the step as a CUDA graph, compile the model, or take a larger batch",
         ("step = CapturedStep(train, optimizer=optimizer, module=model)", "block.compile()"),
+        advice_on_cpu="compile the model, or take a larger batch",
     ),
     "synchronisations": Cause(
         "synchronisations",
@@ -93,6 +96,12 @@ CAUSES: Mapping[str, Cause] = {
 }
 """Name -> cause; the name is that of its page."""
 _PAGES = "docs/guide/slow"
+
+
+def advice_of(cause: str, *, on_device: bool) -> str:
+    """The change in words, for a step on a GPU or on a CPU."""
+    found = CAUSES[cause]
+    return found.advice if on_device else found.advice_on_cpu or found.advice
 
 
 def page_of(cause: str) -> str:

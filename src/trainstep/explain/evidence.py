@@ -71,6 +71,8 @@ class Evidence:
     """Share of the messages' time in which the last rank had not joined."""
     messages: int = 0
     message_bytes: float = 0.0
+    message_dtype: str = ""
+    """The dtype that is assumed in `message_bytes`; empty where bytes are known."""
     data_s: float = 0.0
     blocked_s: float = 0.0
     """Host time in calls that wait for the device."""
@@ -96,6 +98,8 @@ class Evidence:
     notes: tuple[str, ...] = ()
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase of the step, where they were measured."""
+    to_see_more: str = ""
+    """What shows more of the step, in words."""
 
 
 def evidence_of(record: Record) -> Evidence:
@@ -169,6 +173,14 @@ def work_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         groups[ATTENTION] = groups.get(ATTENTION, 0.0) + taken_s + copies_inside_s
     groups |= {HOST_COPIES: host_s, CASTS: copies_s - host_s - copies_inside_s}
     return {group: time_s for group, time_s in groups.items() if time_s > 0}
+
+
+def with_copies_as_casts(work: Mapping[str, float]) -> dict[str, float]:
+    """The groups with all copies as casts: those from pinned memory may be hidden, and others are a habit."""
+    groups = dict(work)
+    if HOST_COPIES in groups:
+        groups[CASTS] = groups.get(CASTS, 0.0) + groups.pop(HOST_COPIES)
+    return groups
 
 
 def rows_of(columns: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ def expected_share(cause: str, *, measured_against_other: bool) -> float:
 
 
 def gain_of(
-    excess: Interval,
+    excess_s: float,
     measured_s: float,
     now: StepTime | None,
     after: StepTime | None,
@@ -32,10 +32,10 @@ def gain_of(
     where the known change is taken already.
     """
     if is_taken:
-        return Interval(time_s=0.0, low_s=0.0, high_s=excess.high_s)
+        return Interval(time_s=0.0, low_s=0.0, high_s=excess_s)
     gain = predicted_gain(measured_s, now, after)
     if gain is None:
-        return Interval(time_s=expected * excess.time_s, low_s=0.0, high_s=excess.high_s)
+        return Interval(time_s=expected * excess_s, low_s=0.0, high_s=excess_s)
     return Interval(time_s=max(0.0, gain.time_s), low_s=max(0.0, gain.low_s), high_s=max(0.0, gain.high_s))
 
 

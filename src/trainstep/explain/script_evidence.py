@@ -10,14 +10,16 @@ a CPU computes takes longer by it: that share is `another_process`. So a habit's
 mean step has without that share and without compilations.
 """
 
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trainstep.config.script import Part
-from trainstep.explain.evidence import CASTS, HOST_COPIES, Evidence, Habit, Place, rows_of, spread_of, work_of
+from trainstep.explain.evidence import Evidence, Habit, Place, rows_of, spread_of, with_copies_as_casts, work_of
 from trainstep.records.record import Record
+from trainstep.traces.kernel_classes import MATMUL
 from trainstep.traces.patterns import ATTENTION, OPTIMIZER, PRECISION, SLICES
 
 _INSTALLED = "site-packages"
@@ -27,7 +29,10 @@ _QUIET = 0.05
 """The share of a step that a machine's own background may take, and of the machine that it may use."""
 _SIXTEEN = {"highest": 1 / 8, "high": 1 / 2, "medium": 1 / 2}
 """torch's precision of fp32 matmuls -> time of the same in 16 bits: data sheets have 1/16 and 1/2; no step reaches the first."""
+_TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s1688gemm")
+"""In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
 _GRADIENT_BYTES = 4
+"""A record has elements of gradients without their dtype."""
 _MOST_SENT_AGAIN = 0.75
 """Sent elements over trained ones, less the passes: a wrapper may leave out frozen or unused parameters."""
 
@@ -54,9 +59,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     recompile_s = min(sum(row["time_s"] for row in again) / len(times), measured_s)
     data_s = statistics.fmean(samples.get(Part.DATA, [0.0]))
     collector_s = statistics.fmean(samples.get("garbage_collection", [0.0]))
-    work = work_of(last.tables) if on_device else {}
-    if HOST_COPIES in work:  # copies from pinned memory may be hidden; the others are a habit
-        work[CASTS] = work.get(CASTS, 0.0) + work.pop(HOST_COPIES)
+    work = with_copies_as_casts(work_of(last.tables)) if on_device else {}
     device = [statistics.fmean(column) for name, column in samples.items() if name.startswith("device_") and column]
     busy_s: float | None = sum(work.values()) or (sum(device) if on_device and device else None)
     contended_s, others = _contention(records, measured_s, on_device=on_device)
@@ -79,6 +82,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         exposed_s=exposed_s,
         messages=round(last.fact("gradient_messages") or 0),
         message_bytes=_GRADIENT_BYTES * (last.fact("gradient_message_elements") or 0.0),
+        message_dtype="fp32",
         synchronised_passes=_synchronised_passes(last, records),
         data_s=data_s,
         blocked_s=sum(row["time_s"] or 0.0 for row in waits) if on_device else 0.0,
@@ -173,7 +177,7 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
     excess_s: dict[str, float] = {}
     gap_s: dict[str, float] = {}
     words: dict[str, str] = {}
-    sixteen = _SIXTEEN.get(record.fact("matmul_precision") or "highest", 1 / 2)
+    sixteen = _SIXTEEN.get(matmul_precision(record) or "high", 1 / 2)
     for row in rows_of(record.tables.get("patterns")):
         cause = _CAUSES.get(row["pattern"])
         if cause is None:
@@ -194,6 +198,19 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
         words[cause] = row["what"]
     for cause, time_s in excess_s.items():
         yield Habit(cause=cause, excess_s=time_s, gap_s=gap_s[cause] if on_device else 0.0, what=words[cause])
+
+
+def matmul_precision(record: Record) -> str | None:
+    """torch's precision of fp32 matmuls: as noted, else as the kernels' names tell (`high`: with TF32); None where neither does.
+
+    Steps with both kinds of kernels have TF32 on: a few shapes get a kernel without it.
+    """
+    if noted := record.fact("matmul_precision"):
+        return str(noted)
+    names = [row["name"] for row in rows_of(record.tables.get("kernels")) if row["class"] == MATMUL]
+    if any(_TF32_ON.search(name) for name in names):
+        return "high"
+    return "highest" if any(_TF32_OFF.search(name) for name in names) else None
 
 
 def _pageable_s(record: Record) -> float:

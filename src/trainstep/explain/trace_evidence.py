@@ -6,18 +6,30 @@ The step's time is that under the profiler, which makes hosts slower: where the 
 import statistics
 
 from trainstep.config.script import Part
-from trainstep.explain.evidence import CASTS, HOST_COPIES, Evidence, rows_of, spread_of, work_of
-from trainstep.explain.script_evidence import habits_of
+from trainstep.explain.evidence import Evidence, rows_of, spread_of, with_copies_as_casts, work_of
+from trainstep.explain.script_evidence import habits_of, matmul_precision
 from trainstep.records.record import Record
+from trainstep.traces.kernel_classes import COMMUNICATION, IDLE
+from trainstep.traces.patterns import PRECISION
 
 _PROFILED = "profiled_step"
 _NOTE = "The times are those of a profiler's trace, in which the host is slower than without it."
 _WITHOUT_SHAPES = "The trace has no shapes, so that habits cannot be seen: record it with record_shapes=True."
+_TF32_UNKNOWN = "Whether TF32 was on is not in a trace; it counts as on."
 
 
 def is_of_trace(record: Record) -> bool:
     """Whether a record is of a trace alone: its steps were never timed without a profiler."""
     return record.workload == "profile" and _PROFILED in record.samples and "step" not in record.samples
+
+
+def check_provable(record: Record) -> None:
+    """ValueError for the record of a trace: nobody can build its step again."""
+    if is_of_trace(record):
+        raise ValueError(
+            "prove: a trace does not say how its step is built, so nothing can be measured; leave out --prove, or explain a run of "
+            "the script: trainstep run train.py"
+        )
 
 
 def trace_evidence(record: Record) -> Evidence:
@@ -32,21 +44,47 @@ def trace_evidence(record: Record) -> Evidence:
     verdict = {name: values[0] for name, values in record.tables.get("verdict", {}).items() if values}
     exposed_s = verdict.get("exposed_share", 0.0) * measured_s
     host = list(rows_of(record.tables.get("host")))
-    work = work_of(record.tables) if on_device else {}
-    if HOST_COPIES in work:
-        work[CASTS] = work.get(CASTS, 0.0) + work.pop(HOST_COPIES)
-    has_shapes = "patterns" in record.tables
+    work = with_copies_as_casts(work_of(record.tables)) if on_device else {}
+    busy_s = sum(work.values()) if on_device else max(0.0, measured_s - data_s - exposed_s)
     return Evidence(
         measured_s=measured_s,
         spread=spread_of(tuple(times)),
         on_device=on_device,
         work=work,
-        busy_s=sum(work.values()) if on_device else max(0.0, measured_s - data_s - exposed_s),
+        busy_s=busy_s,
         exposed_s=exposed_s,
         data_s=data_s,
         blocked_s=sum(row["blocked_s"] for row in host) if on_device else 0.0,
         allocator_s=sum(row["allocation_s"] for row in host),
         habits=habits_of([record], {}, on_device=on_device),
         pieces=record.fact("pieces", 0.0),
-        notes=(_NOTE,) if has_shapes else (_NOTE, _WITHOUT_SHAPES),
+        notes=_notes(record),
+        phases_s=_phases_s(record, busy_s),
+        to_see_more=_to_see_more(record),
     )
+
+
+def _has_shapes(record: Record) -> bool:
+    return "patterns" in record.tables  # empty where no habit was seen
+
+
+def _notes(record: Record) -> tuple[str, ...]:
+    if not _has_shapes(record):
+        return (_NOTE, _WITHOUT_SHAPES)
+    has_fp32 = PRECISION in record.tables["patterns"].get("pattern", ())
+    return (_NOTE, _TF32_UNKNOWN) if has_fp32 and matmul_precision(record) is None else (_NOTE,)
+
+
+def _phases_s(record: Record, busy_s: float) -> dict[str, float]:
+    """Work by phase, without messages; threads that run beside each other count for no more than `busy_s` together."""
+    phases: dict[str, float] = {}
+    for row in rows_of(record.tables.get("classes")):
+        if row["class"] not in (COMMUNICATION, IDLE):
+            phases[row["phase"]] = phases.get(row["phase"], 0.0) + row["time_s"]
+    scale = min(1.0, busy_s / (sum(phases.values()) or 1.0))
+    return {phase: scale * time_s for phase, time_s in phases.items() if time_s > 0}
+
+
+def _to_see_more(record: Record) -> str:
+    shows = f"`{record.fact('command') or 'trainstep profile --from FILE'}` shows the ops."
+    return shows if _has_shapes(record) else f"Record it with record_shapes=True, so that habits can be seen; {shows}"

@@ -6,8 +6,9 @@ The trace must have shapes (`torch.profiler.profile(record_shapes=True)`); witho
 what ops do to which shapes, never by a name of the user's:
 
 attention  scores = a batched matmul, then a softmax over its last dimension: all other ops on tensors of that shape go through
-           memory, which a fused attention does not do. At least: the batched matmuls. It does 7 for these 6 and leaves out hidden
-           scores, but also computes what the others do; on a CPU it took 0.8 to 1.1 times their time (docs/log.md, 2026-11-25).
+           memory, which a fused attention does not do. At least: the batched matmuls. A fused attention does 7 batched matmuls
+           where these are 6 (it computes the scores again in backward), skips masked blocks, and also does the softmax; on a CPU
+           it took 0.84 to 1.12 times these matmuls' time (docs/log.md, 2026-11-25).
 optimizer  an Adam (`addcdiv_`) of one tensor after the other, as foreach on a CPU is too. At least: a pass over parameter,
            gradient and two moments, 28 bytes an element.
 slices     the same few ops at least 8 times in a row, on slices that a split made or that are put together again. At least:
@@ -71,9 +72,14 @@ _NOTHING = _Cost()
 
 def patterns_table(work: TraceWork) -> Columns:
     """The rows, per step: one for each pattern and phase."""
-    if not any(opened.shapes for opened in work.attribution.trace.ranges):
+    if not has_shapes(work):
         return {}
     return columns_of([row for row in _Reader(work).rows() if row["time_s"] > 0])
+
+
+def has_shapes(work: TraceWork) -> bool:
+    """Whether the profiler recorded shapes, without which no pattern is seen."""
+    return any(opened.shapes for opened in work.attribution.trace.ranges)
 
 
 class _Reader:

@@ -78,6 +78,25 @@ def test_a_cpus_step_has_no_floor_and_its_longest_phase_is_named():
     assert explained[0].budget.floor == {AS_THEY_RUN: pytest.approx(0.010)}
 
 
+def test_a_step_that_is_mostly_its_ops_says_so_before_a_small_finding():
+    budget = Budget(
+        measured_s=0.1,
+        floor={AS_THEY_RUN: 0.097},
+        findings=(a_finding(excess_ms=3.0),),
+        unexplained_s=0.0,
+        on_device=False,
+        phases_s={"forward": 0.04, "backward": 0.06},
+    )
+    assert verdict_of(budget) == (
+        "The step takes 100.0 ms; 97.0 % is its ops as they run, of which backward is 60.0 %; `trainstep profile` shows them. "
+        "First of the excesses: host launches, 3.000 ms, 3.0 % of the step: it was seen."
+    )
+    assert suggestion_of(budget).startswith("Compile the model, or take a larger batch: ")
+    assert suggestion_of(replace(budget, on_device=True)).startswith("Capture the step as a CUDA graph, ")
+    large = replace(budget, floor={AS_THEY_RUN: 0.08}, findings=(a_finding(excess_ms=20.0),))
+    assert "100.0 % of the rest" in verdict_of(large)
+
+
 @pytest.mark.parametrize(
     ("path", "gpu", "why"),
     [

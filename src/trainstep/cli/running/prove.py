@@ -25,6 +25,7 @@ from trainstep.config.grid import Cell, groups_along
 from trainstep.explain.floor import check_calibration
 from trainstep.explain.prove import Candidate, Proof, candidates, predictor, prove, start_of
 from trainstep.explain.script_patch import lines_to_write, patch_of
+from trainstep.explain.trace_evidence import check_provable
 from trainstep.measure.harness.lab import Lab
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.sweep import check_same_place
@@ -134,6 +135,7 @@ def prove_rows(
     record = one.row.record
     if record.workload == _SCRIPT:
         return _show_script(one, request, how)
+    check_provable(record)
     if record.workload not in _PROVABLE:
         raise ValueError(
             f"prove: a record of {record.workload} cannot be built again; give one of {', '.join(_PROVABLE)}, or --model"

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainstep.config.machine import machine_spec
 from trainstep.explain.budget import AS_THEY_RUN, Budget, Finding, step_budget
-from trainstep.explain.causes import CAUSES, page_of
+from trainstep.explain.causes import CAUSES, advice_of, page_of
 from trainstep.explain.evidence import evidence_of
 from trainstep.explain.floor import check_calibration
 from trainstep.explain.script_evidence import script_evidence
@@ -36,6 +36,8 @@ _MOST_BARS = 6
 """The most steps in a chart: those furthest above their floor."""
 _FEW = 5
 """Steps whose tables a terminal shows by default."""
+_MINOR = 0.1
+"""Share of a step below which all findings together are not what it mostly is."""
 _WITH_ABOVE = "with the above"
 _FLOOR, _FINDING, _UNEXPLAINED = "floor", "finding", "unexplained"
 
@@ -142,14 +144,36 @@ def verdict_of(budget: Budget) -> str:
     if not budget.findings:
         return f"{takes}{_without_findings(budget)}"
     first = budget.findings[0]
+    where = f" ({first.place})" if first.place else ""
+    seen = f"{where}: {evidence_words(first)}."
+    if (
+        AS_THEY_RUN in budget.floor
+        and sum(found.excess.time_s for found in budget.findings) < _MINOR * budget.measured_s
+    ):
+        return f"{takes}; {_as_it_runs(budget)} First of the excesses: {_first_words(first, budget.measured_s, 'step')}{seen}"
     least = "takes" if AS_THEY_RUN in budget.floor else "needs at least"
     needs = f"{takes}, and its work {least} {ms_words(budget.floor_s)}" if budget.floor_s else takes
-    share = f"{percent(first.excess.time_s / above_s)} % of the rest" if above_s else ""
-    where = f" ({first.place})" if first.place else ""
-    return (
-        f"{needs}. First of the excesses: {CAUSES[first.cause].title}, {ms_words(first.excess.time_s)}, {share}{where}: "
-        f"{evidence_words(first)}."
-    )
+    return f"{needs}. First of the excesses: {_first_words(first, above_s, 'rest')}{seen}"
+
+
+def _first_words(first: Finding, whole_s: float, whole: str) -> str:
+    """`host launches, 78.0 ms, 3.0 % of the step`."""
+    share = f", {percent(first.excess.time_s / whole_s)} % of the {whole}" if whole_s else ""
+    return f"{CAUSES[first.cause].title}, {ms_words(first.excess.time_s)}{share}"
+
+
+def _as_it_runs(budget: Budget) -> str:
+    """`97.0 % is its ops as they run, of which backward is 60.0 %; `trainstep profile` shows them.`"""
+    pieces = "kernels" if budget.on_device else "ops"
+    phase = f", of which {_longest_phase(budget, 'is')}" if budget.phases_s else ""
+    share = percent(budget.floor[AS_THEY_RUN] / budget.measured_s)
+    return f"{share} % is its {pieces} as they run{phase}; `trainstep profile` shows them."
+
+
+def _longest_phase(budget: Budget, verb: str) -> str:
+    """`backward takes 60.0 %`, of the phases together."""
+    largest = max(budget.phases_s, key=lambda name: budget.phases_s[name])
+    return f"{largest} {verb} {percent(budget.phases_s[largest] / sum(budget.phases_s.values()))} %"
 
 
 def _without_findings(budget: Budget) -> str:
@@ -157,11 +181,9 @@ def _without_findings(budget: Budget) -> str:
     if AS_THEY_RUN not in budget.floor and budget.on_device:
         return ", and nothing was found that it waits for."
     where = "for this model or machine" if budget.on_device else "on a CPU"
-    largest = max(budget.phases_s, key=lambda name: budget.phases_s[name], default=None)
-    phase = (
-        f"; {largest} takes {percent(budget.phases_s[largest] / sum(budget.phases_s.values()))} %" if largest else ""
-    )
-    hint = "; `trainstep profile` shows the ops" if largest and not budget.is_profiled else ""
+    phase = f"; {_longest_phase(budget, 'takes')}" if budget.phases_s else ""
+    is_said = budget.is_profiled or budget.to_see_more
+    hint = "; `trainstep profile` shows the ops" if budget.phases_s and not is_said else ""
     return f". No floor is known {where}, so nothing is explained{phase}{hint}."
 
 
@@ -174,13 +196,11 @@ def evidence_words(finding: Finding) -> str:
 
 
 def suggestion_of(budget: Budget) -> str:
-    """The change that should gain most, with its gain and its page."""
-    if not budget.findings:
-        return ""
-    best = max(budget.findings, key=lambda finding: finding.gain.time_s)
-    change = change_words(best)
-    if best.gain.time_s <= 0:
-        return ""
+    """The change that should gain most, with its gain and its page; without one, what shows more."""
+    best = max(budget.findings, key=lambda finding: finding.gain.time_s, default=None)
+    if best is None or best.gain.time_s <= 0:
+        return budget.to_see_more
+    change = change_words(best, on_device=budget.on_device)
     change, less = (
         f"{change[:1].upper()}{change[1:]}",
         f"about {ms_words(best.gain.time_s)} less ({span_words(best.gain)})",
@@ -196,10 +216,10 @@ def suggestion_of(budget: Budget) -> str:
     )
 
 
-def change_words(finding: Finding) -> str:
+def change_words(finding: Finding, *, on_device: bool) -> str:
     """The change as options, or the cause's advice in words."""
     if not finding.change:
-        return CAUSES[finding.cause].advice
+        return advice_of(finding.cause, on_device=on_device)
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in finding.change.items())
     return f"`{options}` is taken already; no further option is known" if finding.is_taken else f"`{options}`"
 
@@ -329,7 +349,7 @@ def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
             gain_high_s=finding.gain.high_s,
             change=dict(finding.change) or None,
             is_taken=finding.is_taken,
-            change_words=change_words(finding).replace("`", ""),
+            change_words=change_words(finding, on_device=budget.on_device).replace("`", ""),
             where=str(finding.place) if finding.place else None,
             evidence=evidence_words(finding),
             page=page_of(finding.cause),

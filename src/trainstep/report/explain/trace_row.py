@@ -11,11 +11,11 @@ from trainstep.reading import ReadLimits, read_within
 from trainstep.records.record import Record, Samples
 from trainstep.report.kit.rows import Row, rows_of
 from trainstep.report.profile.tables import trace_record
-from trainstep.traces.kineto import read_trace
-from trainstep.traces.nsys import is_report, read_report
-from trainstep.traces.patterns import patterns_table
+from trainstep.traces.kineto import Trace
+from trainstep.traces.patterns import has_shapes, patterns_table
 from trainstep.traces.profile import Profile, profile_of
 from trainstep.traces.tables import Columns
+from trainstep.traces.trace_file import read_trace_file
 from trainstep.traces.work import TraceWork, read_work
 
 _ENDINGS = (".json", ".json.gz", ".sqlite", ".nsys-rep", ".qdrep")
@@ -35,27 +35,27 @@ def rows_of_traces(paths: Sequence[Path], limits: ReadLimits) -> list[Row]:
 
 
 class _Seen(NamedTuple):
-    """What a trace shows; `data_s`: of each step."""
+    """What a trace shows; `data_s`: of each step. `patterns`: None of a trace without shapes."""
 
     profile: Profile
     gpu: str | None
-    patterns: Columns
+    patterns: Columns | None
     data_s: tuple[float, ...]
 
 
 def _seen(path: Path, limits: ReadLimits) -> _Seen:
-    try:
-        trace = read_report(path) if is_report(path) else read_trace(path, largest_bytes=limits.file_bytes)
-        work = read_work(trace)
-        return _Seen(profile_of(trace), trace.gpu, patterns_table(work), _data_s(work))
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    return read_trace_file(path, limits.file_bytes, _seen_in)
+
+
+def _seen_in(trace: Trace) -> _Seen:
+    work = read_work(trace)
+    return _Seen(profile_of(trace), trace.gpu, patterns_table(work) if has_shapes(work) else None, _data_s(work))
 
 
 def _record(path: Path, seen: _Seen) -> Record:
     """The record of a trace, with its patterns and its waits for data."""
     record = trace_record(seen.profile, path, seen.gpu)
-    tables = {**record.tables, **({"patterns": seen.patterns} if seen.patterns else {})}
+    tables = {**record.tables, **({} if seen.patterns is None else {"patterns": seen.patterns})}
     data = Samples(unit="s", values=seen.data_s)
     return dataclasses.replace(record, samples={**record.samples, Part.DATA.value: data}, tables=tables)
 
