@@ -1,6 +1,7 @@
 """A run of a script: what it waits for is found, with the line of the user's code."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,13 @@ def test_another_process_is_named_where_threads_waited_and_others_computed(waite
     if found:
         assert budget.findings[0].excess.time_s == pytest.approx(0.3 * 0.032), "0.45 of the record's 1.5 s"
     assert sum(budget.floor.values()) + sum(f.excess.time_s for f in budget.findings) == pytest.approx(0.032)
+
+
+def test_a_record_without_a_step_takes_no_part():
+    """A part of a run in which no step was timed has no samples."""
+    run = inspected(patterns(time_s=0.0), core_wait_s=0.45, others_cpu_share=0.6)
+    alone, beside = (step_budget(script_evidence(runs), None) for runs in ([run], [run, replace(run, samples={})]))
+    assert [finding.excess for finding in beside.findings] == [finding.excess for finding in alone.findings]
 
 
 @pytest.mark.parametrize(("others", "share", "found"), [(2, 0.5, True), (2, 0.01, False), (0, 0.5, False)])

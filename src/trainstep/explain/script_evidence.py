@@ -115,7 +115,7 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU:
     the share of its multiprocessors that others used.
     """
-    timed = [record for record in records if record.duration_s and record.samples["step"].values]
+    timed = [record for record in records if record.duration_s and "step" in record.samples]
     whole_s = sum(record.duration_s for record in timed)
 
     def share(value: Any) -> float:
