@@ -4,12 +4,13 @@
     python results/cpu/planted.py run --device cuda --out results/h200/planted.ndjson     # the same on a GPU, all twelve
     python results/cpu/planted.py table results/cpu/planted.ndjson > results/cpu/planted.md
 
-A case is a loop of tests/planted/loops (by hand, Hugging Face's Trainer, Lightning) with one slowdown, or two of twelve pairs drawn
-with a seed, or none. It runs under `trainstep run`, and `trainstep explain --json` reads the records. Clean and planted runs are
-alternate: the measured gain of a case is 1 - clean / planted, where clean is the mean of the last clean runs before and after it; with
-`--clean-every 3` there is a clean run after each third case, and one run stands for both sides of the others. Times are means of a run's steps, less the time in which a thread
-waited for a core that others had (`net`), because CPUs are seldom left alone; of `second_process`, which is such a wait, they are
-whole. For the same reason an excess `another_process` that nobody planted is left out of the ranks; the table has what others used.
+A case is a loop of tests/planted/loops (by hand, Hugging Face's Trainer, Lightning) with one slowdown, or two of twelve
+pairs drawn with a seed, or none. It runs under `trainstep run`, and `trainstep explain --json` reads the records. Clean and
+planted runs are alternate: the measured gain of a case is 1 - clean / planted, where clean is the mean of the last clean
+runs before and after it; with `--clean-every 3` there is a clean run after each third case, and one run stands for both
+sides of the others. Times are means of a run's steps, less the time in which a thread waited for a core that others had
+(`net`), because CPUs are seldom left alone; of `second_process`, which is such a wait, they are whole. For the same reason
+an excess `another_process` that nobody planted is left out of the ranks; the table has what others used.
 A line of the file is a case, with the raw numbers and the command.
 """
 
