@@ -41,8 +41,11 @@ def test_a_change_that_was_compared_once_says_so():
     whole = tried("slower", 1.2, compile="block", capture="step")
     answer = proof_answer("tiny", a_proof(BLOCK, tried("faster", 0.8, capture="step"), together=whole), None)
     assert "with compile block" in answer.verdict
-    assert "All that helped, together, gained less" in answer.verdict
-    assert "this change was compared once" in answer.verdict
+    assert "Compared once; all that helped, together (compile block with capture step): slower." in answer.verdict
+    again = tried("cannot tell", 1.0, compile="block")
+    answer = proof_answer("tiny", a_proof(BLOCK, tried("faster", 0.8, compile="model"), together=again), None)
+    assert "with compile model" in answer.verdict
+    assert "Compared once; compile block, a second time: cannot tell." in answer.verdict
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,8 @@ def _show_plan(one: Explained, proof: Proof, found: Sequence[Candidate], lab: La
     """What the file of records has, what would be measured next, and about how long that takes."""
     each_s = lab.trial_s(proof.start) + lab.comparison_s(proof.start)
     # Two trials of the start come first, and a comparison of what helped together is the last.
-    left_s = len(proof.untried) * each_s + 2 * lab.trial_s(proof.start) + lab.comparison_s(proof.start)
+    around_s = 2 * lab.trial_s(proof.start) + lab.comparison_s(proof.start) if proof.untried else 0.0
+    left_s = len(proof.untried) * each_s + around_s
     known = [{"change": tried.candidate.name, "outcome": tried.step.word} for tried in proof.singles]
     with outliving_reader(sys.stdout):
         if how.json:

@@ -61,9 +61,12 @@ def _verdict(proof: Proof) -> str:
     elif best is proof.together:
         confirmed = ""
     else:
-        confirmed = (
-            f" All that helped, together, gained less ({proof.together.candidate.name}); this change was compared once."
+        whole = proof.together
+        alone = whole.candidate.fields == proof.helped[0].candidate.fields
+        joined = (
+            f"{whole.candidate.name}, a second time" if alone else f"all that helped, together ({whole.candidate.name})"
         )
+        confirmed = f" Compared once; {joined}: {whole.step.word}."
     return (
         f"with {_fields_words(best)} a step takes {_ratio_words(best)} of the original's time{per}: {ms_words(gain.time_s)} less "
         f"({span_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
