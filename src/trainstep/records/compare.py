@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from trainstep.config.parsing import CONFIGS, config_hash, flat_form
-from trainstep.records.record import Record, Samples
+from trainstep.records.record import Record, Samples, record_to_plain
 from trainstep.records.summary import Floats, bootstrap_medians
 
 VERDICTS = ("faster", "slower", "cannot tell")
@@ -105,8 +105,12 @@ def _whole_key(record: Record) -> str:
     """The key that the record would have if its code had had all of today's fields."""
     kind: Any = CONFIGS.get(record.workload)
     fields = {} if kind is None else {name: field.default for name, (_, field) in flat_form(kind).items()}
-    later = {name: value for name, value in fields.items() if name not in record.config and name != "model"}
-    return config_hash(record.workload, {**record.config, **later})
+    later = {
+        name: value
+        for name, value in fields.items()
+        if name not in record.config and isinstance(value, str | int | float | None)
+    }
+    return config_hash(record.workload, {**record_to_plain(record)["config"], **later})
 
 
 def compare_records(
