@@ -41,7 +41,7 @@ from trainstep.plan.trials import (
     reference_of,
 )
 
-TOGETHER = "all changes that helped, together"
+TOGETHER, AGAIN = "all changes that helped, together", "a second time"
 _BATCH = "batch_size"
 _BATCH_CAUSE = "matmul_shapes"
 """Its page advises more tokens in a batch."""
@@ -116,6 +116,8 @@ class Proof:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Changes that helped and are not in `together`, with the reason."""
     together: Tried | None = None
+    again: list[Tried] = field(default_factory=list)
+    """Second comparisons of changes alone, where `together` is not what to take, until one confirms its change."""
 
     @property
     def helped(self) -> list[Tried]:
@@ -125,16 +127,32 @@ class Proof:
 
     @property
     def best(self) -> Tried | None:
-        """What to take: all together, unless they failed or one alone is clearly faster; None if nothing helped for sure."""
+        """What to take: all together, unless they failed or one alone is clearly faster; None if nothing helped for sure.
+
+        One alone was the fastest of several comparisons, which chance may choose, so a second one must confirm it.
+        """
+        if self.together is None:  # not yet: what seems best
+            return next(iter(self.helped), None)
+        if self.takes_all:
+            return self.together
+        confirmed = next((tried for tried in self.again if tried.step.kept), None)
+        return confirmed or (next(iter(self.unconfirmed), None) if self.untried else None)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether all together are faster, and none alone is clearly faster than they."""
         first, whole = next(iter(self.helped), None), self.together
-        if first is None or whole is None:
-            return first
-        is_alone = whole.candidate.fields == first.candidate.fields
-        if not whole.step.kept:  # the next was compared once, as is said of it
-            return next(iter(self.helped[1:]), None) if is_alone else first
+        if first is None or whole is None or not whole.step.kept:
+            return False
         known, other = first.step.comparison, whole.step.comparison
         beats = known and other and known.high is not None and other.low is not None and known.high < other.low
-        return first if beats and not is_alone else whole
+        return not beats or whole.candidate.fields == first.candidate.fields
+
+    @property
+    def unconfirmed(self) -> list[Tried]:
+        """The changes that helped and were compared once, the fastest first; `together` of one change is its second time."""
+        twice = [tried.candidate.fields for tried in (*self.again, *([self.together] if self.together else []))]
+        return [tried for tried in self.helped if tried.candidate.fields not in twice]
 
     @property
     def chosen(self) -> Options:
@@ -271,8 +289,11 @@ class _Prover(Trials):
         self._reserve(0)
         try:
             self._measure_together(said)
+            self._measure_again(said)
         except BudgetSpent:
-            proof.untried.append(TOGETHER)
+            proof.untried.append(
+                TOGETHER if proof.together is None else f"{proof.unconfirmed[0].candidate.name}, {AGAIN}"
+            )
         return proof
 
     def measured(self, options: Options, repeat: int = 0) -> Any:
@@ -282,7 +303,7 @@ class _Prover(Trials):
 
     def judged(self, name: str, before: Options, after: Options, tried: Any) -> Step:
         """The comparison, if the budget has room for the one of all changes together, too."""
-        self._reserve(int(bool(self.proof.helped) and name != TOGETHER))
+        self._reserve(int(bool(self.proof.helped) and name not in (TOGETHER, AGAIN)))
         return super().judged(name, before, after, tried)
 
     def _begin(self) -> None:
@@ -348,6 +369,18 @@ class _Prover(Trials):
                 candidate = proof.helped[0].candidate
             said(self._count, self._count, candidate)
             proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))
+
+    def _measure_again(self, said: Callable[[int, int, Candidate], None]) -> None:
+        """Compare the fastest alone a second time, then the next, until one is confirmed; where all together are not taken."""
+        proof = self.proof
+        if proof.together is None or proof.takes_all:
+            return
+        for tried in proof.unconfirmed:
+            candidate = tried.candidate
+            said(self._count, self._count, candidate)
+            proof.again.append(Tried(candidate=candidate, step=self._against_start(AGAIN, candidate.fields)))
+            if proof.again[-1].step.kept:
+                return
 
 
 def _ratio(step: Step) -> float:

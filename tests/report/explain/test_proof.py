@@ -36,16 +36,26 @@ def a_proof(*singles: Tried, **values: Any) -> Proof:
     return Proof(start=START, measured_s=1.0, start_s=1.0, spread=0.0, singles=list(singles), **values)
 
 
-def test_a_change_that_was_compared_once_says_so():
-    """All together were slower, so that the fastest alone is taken, which chance may have chosen among several."""
-    whole = tried("slower", 1.2, compile="block", capture="step")
-    answer = proof_answer("tiny", a_proof(BLOCK, tried("faster", 0.8, capture="step"), together=whole), None)
-    assert "with compile block" in answer.verdict
-    assert "Compared once; all that helped, together (compile block with capture step): slower." in answer.verdict
-    again = tried("cannot tell", 1.0, compile="block")
-    answer = proof_answer("tiny", a_proof(BLOCK, tried("faster", 0.8, compile="model"), together=again), None)
-    assert "with compile model" in answer.verdict
-    assert "Compared once; compile block, a second time: cannot tell." in answer.verdict
+def explained() -> Explained:
+    record = a_record(config=to_plain(build_config("train_step", {"model": "tiny", "device": "cpu"})))
+    [row] = rows_of([("a.jsonl", record)])
+    return Explained(row=row, label="tiny", budget=Budget(measured_s=1.0, floor={}, findings=(), unexplained_s=0.0))
+
+
+def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
+    whole, alone = tried("slower", 1.2, compile="block", capture="step"), tried("faster", 0.8, capture="step")
+    proof = a_proof(BLOCK, alone, together=whole, again=[tried("faster", 0.55, compile="block")])
+    answer = proof_answer("tiny", proof, None)
+    assert "with compile block a step takes 0.550" in answer.verdict, "the second comparison, which nothing has chosen"
+    assert "compile block with capture step, together: slower." in answer.verdict
+    assert proof_table(explained(), proof).raw[-1]["name"] == "compile block, a second time"
+    proof = a_proof(BLOCK, alone, together=whole, untried=["compile block, a second time"])
+    assert "Not yet compared a second time." in proof_answer("tiny", proof, None).verdict
+    proof = a_proof(BLOCK, together=tried("cannot tell", 1.0, compile="block"))
+    assert (
+        "compile block seemed faster, and no second comparison confirmed it"
+        in proof_answer("tiny", proof, None).verdict
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +73,7 @@ def test_a_change_that_was_compared_once_says_so():
         (a_proof(), "of 0 changes that were compared, none is faster."),
         (
             a_proof(BLOCK, together=tried("cannot tell", 1.0, compile="block")),
-            "compile block seemed faster, and a second comparison did not confirm it.",
+            "compile block seemed faster, and no second comparison confirmed it.",
         ),
         (
             a_proof(BLOCK, FUSED, untried=[TOGETHER]),
@@ -104,15 +114,12 @@ def test_how_a_step_is_timed_is_no_option_but_a_strategy_is():
 
 
 def test_the_table_has_both_gains_and_json_their_seconds():
-    record = a_record(config=to_plain(build_config("train_step", {"model": "tiny", "device": "cpu"})))
-    [row] = rows_of([("a.jsonl", record)])
-    one = Explained(row=row, label="tiny", budget=Budget(measured_s=1.0, floor={}, findings=(), unexplained_s=0.0))
     refused = Tried(
         candidate=Candidate(fields={"capture": "step"}, refusal="no"),
         step=Step(change="c", reason="no", word="not run"),
     )
     proof = a_proof(BLOCK, FUSED, refused, left_out=[("adamw loop", "adamw foreach is faster")], together=BLOCK)
-    table = proof_table(one, proof)
+    table = proof_table(explained(), proof)
     text = plain([table])
     assert "Not among all together: adamw loop, because adamw foreach is faster." in text
     [line] = [line for line in text.splitlines() if line.startswith("compile block")]

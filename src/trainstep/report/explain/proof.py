@@ -6,7 +6,7 @@ proof_answer(label, proof), proof_table(one, proof), proof_toml(label, proof, ..
 from typing import Any
 
 from trainstep.explain.causes import CAUSES, page_of
-from trainstep.explain.prove import TOGETHER, Proof, Tried
+from trainstep.explain.prove import AGAIN, TOGETHER, Proof, Tried
 from trainstep.plan.time.interval import Interval
 from trainstep.records.record import Environment
 from trainstep.report.explain.budgets import Explained, span_words
@@ -48,25 +48,23 @@ def _verdict(proof: Proof) -> str:
     compared = [tried for tried in proof.singles if tried.step.comparison]
     best = proof.best
     if best is None:
-        if proof.together is not None:
-            return f"{proof.together.candidate.name} seemed faster, and a second comparison did not confirm it."
+        refuted = [tried.candidate.name for tried in proof.helped]
+        if refuted:
+            return f"{listed(refuted)} seemed faster, and no second comparison confirmed it."
         count = len(compared)
         return f"of {count} change{'' if count == 1 else 's'} that {'was' if count == 1 else 'were'} compared, none is faster."
     gain = best.measured(proof.measured_s)
     assert gain is not None, "what helped was compared"
     per = " per token" if "batch_size" in best.candidate.fields else ""
     predicted = f", predicted {ms_words(best.candidate.gain.time_s)}" if best.candidate.gain else ""
+    confirmed = ""
     if proof.together is None:
         confirmed = " Not yet compared together."
-    elif best is proof.together:
-        confirmed = ""
-    else:
+    elif not proof.takes_all:
         whole = proof.together
-        alone = whole.candidate.fields == proof.helped[0].candidate.fields
-        joined = (
-            f"{whole.candidate.name}, a second time" if alone else f"all that helped, together ({whole.candidate.name})"
-        )
-        confirmed = f" Compared once; {joined}: {whole.step.word}."
+        is_alone = whole.candidate.fields == proof.helped[0].candidate.fields
+        confirmed = f" {whole.candidate.name}, {AGAIN if is_alone else 'together'}: {whole.step.word}."
+        confirmed += "" if best in proof.again else " Not yet compared a second time."
     return (
         f"with {_fields_words(best)} a step takes {_ratio_words(best)} of the original's time{per}: {ms_words(gain.time_s)} less "
         f"({span_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
@@ -98,7 +96,8 @@ def _ratio_words(tried: Tried) -> str:
 
 
 def proof_table(one: Explained, proof: Proof) -> Table:
-    """A line for each change: what was predicted, what was measured, and whether the prediction held; the last line has all."""
+    """A line for each change: what was predicted and measured, and whether the prediction held; then all together, and what was
+    compared a second time."""
     columns = [
         Column("change", TEXT, "name", names=True),
         Column("predicted (ms)", MS, "predicted_gain_s", optional=True, help="gain that explain predicts"),
@@ -121,6 +120,7 @@ def proof_table(one: Explained, proof: Proof) -> Table:
     lines = [_line(proof, tried, "change") for tried in proof.singles]
     if proof.together is not None:
         lines.append(_line(proof, proof.together, "together"))
+    lines += [_line(proof, tried, "again") for tried in proof.again]
     raw = [{"cell": one.label, **line} for line in lines]
     rows = [Line(one.row, line) for line in lines]
     return Table.of(f"Gains, predicted and measured: {one.label}", rows, columns, note=_note(proof), raw=raw)
@@ -143,7 +143,7 @@ def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
     apart = None if step.apart is None else f"{step.apart:.2g} of {step.allowed:.2g}"
     return {
         "kind": kind,
-        "name": TOGETHER if is_whole else candidate.name,
+        "name": TOGETHER if is_whole else f"{candidate.name}, {AGAIN}" if kind == "again" else candidate.name,
         "fields": dict(candidate.fields),
         "cause": candidate.cause or None,
         "cause_words": CAUSES[candidate.cause].title if candidate.cause and not is_whole else None,
