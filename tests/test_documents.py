@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sources import ROOT
-from trainstep.cli.app import build_app, run
+from trainstep.cli.app import _RUNNING, build_app, run
 from trainstep.config.sweep import default_options
 
 RECORDS = ROOT / "results" / "h200"
@@ -32,21 +32,6 @@ NAMED_FILE = re.compile(r"(?<![\w/.<*-])((?:\w+/)*\w+\.(?:py|toml))\b(?![\w/])")
 EXAMPLES = {"FILE.toml", "train.py", "my_model.py", "trainstep.toml"}
 """Names of files of a user, which the repository does not have."""
 COMMAND = re.compile(r"`(trainstep [^`\n]+)`")
-RUNNING = {
-    *(
-        "bench",
-        "attention",
-        "op",
-        "profile",
-        "explain",
-        "numerics",
-        "memory",
-        "parallel",
-        "collectives",
-        "sweep",
-        "tune",
-    ),
-}
 NOT_WHOLE = re.compile(r"[A-Z]{4,}|\.\.\.|--help|package\.module")
 """A command with a placeholder, or one that only shows help."""
 
@@ -154,7 +139,7 @@ def test_commands_run_on_a_cpu(
     """
     monkeypatch.setattr("trainstep.cli.app._run_by_srun", lambda *_: 0)  # tests/cli has a cluster for it
     words = shlex.split(command)[1:]
-    if words[0] in RUNNING and not reads_file(words) and not SHOWN[command]:
+    if words[0] in _RUNNING and not reads_file(words) and not SHOWN[command]:
         assert run([*words, "--dry-run"]) == 0, capsys.readouterr().err
     elif words[0] == "plan" and command in IN_README:
         assert run(words) in (0, 1), capsys.readouterr().err
@@ -173,7 +158,7 @@ def test_commands_run_on_a_cpu(
 
 def test_every_verb_that_measures_is_in_the_readme():
     shown = {command.split()[1] for command, _ in commands(ROOT / "README.md")}
-    assert shown >= RUNNING | {"report", "compare", "doctor"}
+    assert shown >= {*_RUNNING, "report", "compare", "doctor"}
 
 
 def block(document: str, holds: str) -> str:

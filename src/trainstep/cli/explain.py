@@ -172,7 +172,7 @@ def _read(paths: Sequence[Path], timeout_s: float | None, memory_limit_gib: floa
 
 def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOptions) -> int:
     """Print the verdict and the budgets, and write the page. ValueError if no record can be explained."""
-    from trainstep.cli.streams import outliving_reader
+    from trainstep.cli.streams import show_found
     from trainstep.report.explain.budgets import (
         explain_answers,
         explain_rows,
@@ -180,10 +180,7 @@ def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOption
         explain_tables,
         first_tables,
     )
-    from trainstep.report.kit.answer import print_answers
-    from trainstep.report.kit.frames import json_text
     from trainstep.report.kit.output_file import check_output, write_output
-    from trainstep.report.kit.terminal import print_tables
 
     if how.page is not None:
         check_output("page", how.page, "html")
@@ -194,13 +191,9 @@ def _show(rows: "Sequence[Row]", measured: "Calibration | None", how: GridOption
         )
     answers = explain_answers(explained)
     notes = [f"Not explained, {count} record{'s' if count > 1 else ''}: {why}" for why, count in refusals.items()]
-    with outliving_reader(sys.stdout):
-        if how.json:
-            sys.stdout.write(json_text(explain_tables(explained), answers))
-        else:
-            print_answers(answers, sys.stdout)
-            tables, left_out = (explain_tables(explained), []) if how.every else first_tables(explained)
-            print_tables(tables, [*notes, *left_out], sys.stdout, every=how.every)
+    every = explain_tables(explained)
+    shown, left_out = (every, []) if how.every else first_tables(explained)
+    show_found(answers, shown, as_json=how.json, every=how.every, notes=[*notes, *left_out], for_programs=every)
     if how.page is not None:
         from trainstep.report.page import page as make_page
 

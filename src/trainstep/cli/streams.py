@@ -9,10 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from trainstep.reading import ReadLimits, read_within
 from trainstep.report.kit.visible import VisibleStream, one_line, stream_within
+
+if TYPE_CHECKING:
+    from trainstep.report.kit.answer import Answer
+    from trainstep.report.kit.tables import Table
 
 Result = TypeVar("Result")
 _NO_OUTPUT = "standard output is closed, so nothing can be shown: send it to a file, or to /dev/null"
@@ -152,3 +156,25 @@ class _TextBuffer(io.StringIO):
 
     def isatty(self) -> bool:
         return self._is_terminal
+
+
+def show_found(
+    answers: "Sequence[Answer]",
+    tables: "Sequence[Table]",
+    *,
+    as_json: bool,
+    every: bool,
+    notes: Sequence[str] = (),
+    for_programs: "Sequence[Table] | None" = None,
+) -> None:
+    """Print answers, tables and `notes` on standard output. `for_programs`: the tables of JSON, where a terminal gets fewer."""
+    from trainstep.report.kit.answer import print_answers
+    from trainstep.report.kit.frames import json_text
+    from trainstep.report.kit.terminal import print_tables
+
+    with outliving_reader(sys.stdout):
+        if as_json:
+            sys.stdout.write(json_text(tables if for_programs is None else for_programs, answers))
+        else:
+            print_answers(answers, sys.stdout)
+            print_tables(tables, notes, sys.stdout, every=every)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from trainstep.config.grid import Cell
 from trainstep.measure.harness import lab
 from trainstep.measure.harness.lab import TRIAL_STEPS, Lab, tokens_of
 from trainstep.measure.harness.runner import Limits
-from trainstep.records.record import Record
+from trainstep.records.record import Failure, Record
 from trainstep.records.store import Store
 
 OPTIONS = {"model": "tiny", "batch_size": 4, "context": 32}
@@ -62,6 +63,19 @@ def test_a_trial_reads_text_for_enough_steps_and_is_kept(fake: FakeGroups, tmp_p
     assert len(fake.ran) == 1, "looked up"
     assert again.trial(OPTIONS, 1) == trial
     assert len(fake.ran) == 2, "another run of it was asked for"
+
+
+@pytest.mark.parametrize(("kind", "ran"), [("timeout", 1), ("crash", 0)])
+def test_what_a_time_limit_ended_is_tried_again_and_a_crash_is_not(
+    kind: str, ran: int, fake: FakeGroups, tmp_path: Path
+):
+    a_lab(tmp_path / "before").trial(OPTIONS, 0)
+    [record] = Store(tmp_path / "before/p.jsonl").read()
+    failure = Failure(kind=kind, phase="steps", message="ended")
+    Store(tmp_path / "p.jsonl").append(replace(record, samples={}, tables={}, failure=failure))
+    trial = a_lab(tmp_path).trial(OPTIONS, 0)
+    assert trial is not None
+    assert (trial.failure_kind, len(fake.ran)) == ("" if ran else kind, 1 + ran)
 
 
 def test_a_comparison_is_kept_and_half_of_one_is_not_taken(fake: FakeGroups, tmp_path: Path):

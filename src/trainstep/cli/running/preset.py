@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainstep.cli.cells import FAULTED, UNFINISHED, interrupt_says
 from trainstep.cli.options import GridOptions
 from trainstep.cli.running.progress import CellProgress, span_words
-from trainstep.cli.streams import outliving_reader
+from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import expand
 from trainstep.config.run import PRECISIONS
 from trainstep.measure.harness.lab import Lab
@@ -170,11 +170,9 @@ def _show(
 ) -> int:
     """Write the files of TOML and Markdown, print the answers and tables. Returns the exit code."""
     from trainstep.records.whole_file import whole_file
-    from trainstep.report.kit.answer import print_answers
-    from trainstep.report.kit.frames import json_text, markdown
+    from trainstep.report.kit.frames import markdown
     from trainstep.report.kit.output_file import write_output
     from trainstep.report.kit.tables import filled
-    from trainstep.report.kit.terminal import print_tables
     from trainstep.report.step.preset import preset_answer, preset_table, preset_toml
 
     command = shlex.join(["trainstep", *sys.argv[1:]])
@@ -192,12 +190,7 @@ def _show(
             file.write(toml.encode())
         write_output("out", path.with_suffix(".md"), "markdown", markdown(tables[-1:], answers[-1:]))
     stream = sys.stderr if how.json else sys.stdout
-    with outliving_reader(sys.stdout):
-        if how.json:
-            sys.stdout.write(json_text(tables, answers))
-        else:
-            print_answers(answers, sys.stdout)
-            print_tables(filled(*tables), [], sys.stdout, every=how.every)
+    show_found(answers, filled(*tables), as_json=how.json, every=how.every, for_programs=tables)
     with outliving_reader(stream):
         written = [path for result, path in zip(results, paths, strict=True) if result.start_s is not None]
         print(f"records: {store.path}", *(f"preset: {path}" for path in written), sep="\n", file=stream, flush=True)

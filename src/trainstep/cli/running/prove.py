@@ -20,7 +20,7 @@ from trainstep.cli.profile import profile_cells
 from trainstep.cli.running.preset import allowed_precisions, lab_of, tell
 from trainstep.cli.running.progress import span_words
 from trainstep.cli.running.prove_options import ProveOptions
-from trainstep.cli.streams import outliving_reader
+from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import Cell, groups_along
 from trainstep.explain.floor import check_calibration
 from trainstep.explain.prove import Candidate, Proof, candidates, predictor, prove, start_of
@@ -44,12 +44,10 @@ from trainstep.report.explain.budgets import (
 )
 from trainstep.report.explain.proof import option_lines, proof_answer, proof_section, proof_table, proof_toml
 from trainstep.report.explain.script import patch_table, script_answer, script_table
-from trainstep.report.kit.answer import Answer, print_answers
+from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.charts import Section
-from trainstep.report.kit.frames import json_text
 from trainstep.report.kit.output_file import check_output, write_output
 from trainstep.report.kit.rows import Row, rows_of
-from trainstep.report.kit.terminal import print_tables
 from trainstep.report.kit.visible import visible
 from trainstep.report.page import page as make_page
 
@@ -263,14 +261,10 @@ def _show(one: Explained, proof: Proof, store: Store, request: Request, how: Gri
     answers = [answer, *explain_answers([one])]
     tables = [*([proof_table(one, proof)] if proof.singles else []), *explain_tables([one])]
     stream = sys.stderr if how.json else sys.stdout
-    with outliving_reader(sys.stdout):
-        if how.json:
-            sys.stdout.write(json_text(tables, answers))
-        else:
-            print_answers(answers, sys.stdout)
-            print_tables(tables, [], sys.stdout, every=how.every)
-            if wins:
-                print("", "The winning options, as a file for --config:", *option_lines(proof), "", sep="\n")
+    show_found(answers, tables, as_json=how.json, every=how.every)
+    if wins and not how.json:
+        with outliving_reader(sys.stdout):
+            print("", "The winning options, as a file for --config:", *option_lines(proof), "", sep="\n")
     lines = [f"records: {store.path}"]
     if out_config is not None:
         command = shlex.join(["trainstep", *sys.argv[1:]])
@@ -302,14 +296,10 @@ def _show_script(one: Explained, request: Request, how: GridOptions) -> int:
     patch = _patch(str(one.row.record.config["script"]), [item.cause for item in to_write])
     answers = [script_answer(one, to_write, patch), *explain_answers([one])]
     tables = [script_table(one, to_write), *explain_tables([one])]
+    for_programs = [*tables, patch_table(one, patch)]
+    show_found(answers, tables, as_json=how.json, every=how.every, for_programs=for_programs)
     with outliving_reader(sys.stdout):
-        if how.json:
-            sys.stdout.write(json_text([*tables, patch_table(one, patch)], answers))
-        else:
-            print_answers(answers, sys.stdout)
-            print_tables(tables, [], sys.stdout, every=how.every)
-            sys.stdout.write(f"\n{visible(patch)}" if patch else "")
-        sys.stdout.flush()
+        print(f"\n{visible(patch)}" if patch and not how.json else "", end="", flush=True)
     if how.page is not None:
         paragraphs = (answers[0].text, *([f"Patch: {patch}"] if patch else []))
         section = Section(title=f"What to write: {one.label}", paragraphs=paragraphs, tables=(tables[0],))

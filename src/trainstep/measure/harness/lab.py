@@ -40,9 +40,6 @@ class Progress(Protocol):
         """Some cells are done."""
 
 
-_AGAIN = ("timeout", "crash")
-
-
 class Lab:
     """Measures for a search what the store does not have, until the budget is spent; nothing in a dry run."""
 
@@ -64,9 +61,9 @@ class Lab:
         self.store, self._limits, self._device = store, limits, device
         self._progress, self._say, self._facts = progress, say, facts
         self._budget_minutes, self._dry_run = budget_minutes, dry_run
-        # What an earlier command's time limit or a crash ended is tried again.
+        # What the time limit of an earlier command ended is tried again, as this one's may be longer.
         self._records = [
-            record for record in store.finished() if not (record.failure and record.failure.kind in _AGAIN)
+            record for record in store.finished() if record.failure is None or record.failure.kind != "timeout"
         ]
         self._began_s = time.monotonic() if began_s is None else began_s
         self.start: Options = {}

@@ -174,7 +174,7 @@ class _Link:
         return time_s
 
     def moving_s(self, operation: str, nbytes: float) -> float:
-        """Of a message's seconds, those that its bytes take at the best rate of its operation."""
+        """The seconds that a message's bytes take at the best rate of its operation; the rest of the message's time is latency."""
         key = (operation, self._ranks) if (operation, self._ranks) in self._curves else self._known_key(operation)
         best = min(time_s / size for size, time_s in self._curves[key][0].points if size)
         return best * nbytes * float(bus_factor(operation, self._ranks) / bus_factor(*key))

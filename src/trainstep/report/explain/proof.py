@@ -12,11 +12,11 @@ from trainstep.records.record import Environment
 from trainstep.report.explain.budgets import Explained, span_words
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.charts import Section
-from trainstep.report.kit.forms import MS, RATIO, TEXT, listed, ms_words, ratio_words
+from trainstep.report.kit.forms import MS, RATIO, TEXT, listed, ms_words
 from trainstep.report.kit.output_file import FIRST_LINES
 from trainstep.report.kit.tables import Column, Line, Table
 from trainstep.report.kit.visible import one_line
-from trainstep.report.step.preset import toml_value
+from trainstep.report.step.preset import interval_words, step_fields, toml_value
 
 TIMING_FIELDS = frozenset(
     ("steps", "warmups", "seed", "window_steps", "check_agreement", "workload", "nvtx", "cold_compile")
@@ -66,8 +66,8 @@ def _verdict(proof: Proof) -> str:
         confirmed = f" {whole.candidate.name}, {AGAIN if is_alone else 'together'}: {whole.step.word}."
         confirmed += "" if best in proof.again else " Not yet compared a second time."
     return (
-        f"with {_fields_words(best)} a step takes {_ratio_words(best)} of the original's time{per}: {ms_words(gain.time_s)} less "
-        f"({span_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
+        f"with {_fields_words(best)} a step takes {interval_words(best.step)} of the original's time{per}: "
+        f"{ms_words(gain.time_s)} less ({span_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
     )
 
 
@@ -84,15 +84,6 @@ def _held_words(proof: Proof) -> str:
 
 def _fields_words(tried: Tried) -> str:
     return listed([f"{name} {value}" for name, value in tried.candidate.fields.items()])
-
-
-def _ratio_words(tried: Tried) -> str:
-    known = tried.step.comparison
-    if known is None or known.ratio is None:
-        return "an unknown part"
-    if known.low is None or known.high is None:
-        return ratio_words(known.ratio)
-    return f"{ratio_words(known.ratio)} (99 % interval {ratio_words(known.low)} to {ratio_words(known.high)})"
 
 
 def proof_table(one: Explained, proof: Proof) -> Table:
@@ -138,7 +129,7 @@ def _note(proof: Proof) -> str:
 def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
     """A row, with every key, in the units of their names."""
     candidate, step = tried.candidate, tried.step
-    gain, known = tried.measured(proof.measured_s), step.comparison
+    gain = tried.measured(proof.measured_s)
     is_whole = kind == "together"
     apart = None if step.apart is None else f"{step.apart:.2g} of {step.allowed:.2g}"
     return {
@@ -151,17 +142,11 @@ def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
         **_ends("predicted_gain", candidate.gain),
         **_ends("measured_gain", gain),
         "held": tried.held(proof.measured_s) or None,
-        "verdict": step.word,
-        "ratio": known.ratio if known else None,
-        "ratio_low": known.low if known else None,
-        "ratio_high": known.high if known else None,
-        "pairs": known.n if known else None,
-        "step_alone_s": step.alone_s,
+        **step_fields(step),
         "losses_apart": step.apart,
         "losses_allowed": step.allowed,
         "losses_words": apart,
-        "reason": step.reason,
-        "why": None if known else step.reason,
+        "why": None if step.comparison else step.reason,
         "chosen": tried is proof.best,
     }
 

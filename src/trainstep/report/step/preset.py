@@ -38,7 +38,7 @@ def _verdict(result: Result) -> tuple[str, bool]:
         return f"kept: {kept}, {why}.", True
     if whole.kept:
         gains = [step.change for step in result.kept if step.comparison]
-        return f"with {listed(gains)} a step takes {_interval_words(whole)} of the start's time.", True
+        return f"with {listed(gains)} a step takes {interval_words(whole)} of the start's time.", True
     return f"{kept} seemed faster, but together they do not prove to be: {whole.reason}; the start stays.", False
 
 
@@ -82,14 +82,14 @@ def _whole_words(result: Result) -> str:
     if result.whole is None:
         return "No change was kept." if not result.kept else "All changes together were not compared with the start."
     confirmed = "" if result.whole.kept else " This does not confirm them, so that the options are the start's."
-    return f"All kept changes against the start: {_interval_words(result.whole)}.{confirmed}"
+    return f"All kept changes against the start: {interval_words(result.whole)}.{confirmed}"
 
 
 def _gain_words(step: Step) -> str:
-    return f"{_interval_words(step)} of the time before" if step.comparison else step.reason
+    return f"{interval_words(step)} of the time before" if step.comparison else step.reason
 
 
-def _interval_words(step: Step) -> str:
+def interval_words(step: Step) -> str:
     """`0.612 (99 % interval 0.601 to 0.622)`"""
     known = step.comparison
     if known is None or known.ratio is None:
@@ -106,16 +106,18 @@ def toml_value(value: Any) -> str:
 
 
 def _raw(label: str, step: Step) -> Options:
+    return {"cell": label, "change": step.change, "kept": step.kept, **step_fields(step)}
+
+
+def step_fields(step: Step) -> dict[str, Any]:
+    """What became of a change, for programs."""
     known = step.comparison
     return {
-        "cell": label,
-        "change": step.change,
         "step_alone_s": step.alone_s,
         "ratio": known.ratio if known else None,
         "ratio_low": known.low if known else None,
         "ratio_high": known.high if known else None,
         "pairs": known.n if known else None,
         "verdict": step.word,
-        "kept": step.kept,
         "reason": step.reason,
     }
