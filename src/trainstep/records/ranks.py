@@ -51,7 +51,11 @@ def node_of_rank(record: Record, rank: int) -> str | None:
 
 def rank_name(record: Record, rank: int) -> str:
     """`rank 3`, or `rank 3 (n2)` where the cell ran on several nodes."""
-    node = node_of_rank(record, rank)
+    return rank_on(node_of_rank(record, rank), rank)
+
+
+def rank_on(node: str | None, rank: int) -> str:
+    """`rank 3`, or `rank 3 (n2)` on a node with a name."""
     return f"rank {rank}" + (f" ({node})" if node else "")
 
 

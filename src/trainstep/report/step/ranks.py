@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 
 from trainstep.records.compare import Comparison, compare_samples
-from trainstep.records.ranks import node_of_rank, rank_values
+from trainstep.records.ranks import node_of_rank, rank_on, rank_values
 from trainstep.records.record import Record, Samples
 from trainstep.report.kit.charts import Section
 from trainstep.report.kit.forms import MS_STD, TEXT, ratio_words
@@ -51,9 +51,7 @@ class Taken:
 
     def name(self, *, alone: bool) -> str:
         """`n2`, or `rank 5 (n2)` where its node has more processes than this one; `rank 5` on a single node."""
-        if self.node is None or not alone:
-            return f"rank {self.rank}" + (f" ({self.node})" if self.node else "")
-        return self.node
+        return rank_on(self.node, self.rank) if self.node is None or not alone else self.node
 
 
 def taken(record: Record) -> list[Taken]:
