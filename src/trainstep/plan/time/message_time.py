@@ -159,6 +159,8 @@ class _Link:
         self._ranks = config.ranks
         self._known: dict[tuple[str, float], float] = {}
         """Operation and bytes -> seconds; most messages are alike."""
+        self._best: dict[str, float] = {}
+        """Operation -> seconds a byte at its best rate."""
         self.guess = ""
         self.counts, self.phase = False, ""
         self.sent_s, self.messages, self.payload_bytes = 0.0, dict[str, int](), 0
@@ -175,9 +177,13 @@ class _Link:
 
     def moving_s(self, operation: str, nbytes: float) -> float:
         """The seconds that a message's bytes take at the best rate of its operation; the rest of the message's time is latency."""
-        key = (operation, self._ranks) if (operation, self._ranks) in self._curves else self._known_key(operation)
-        best = min(time_s / size for size, time_s in self._curves[key][0].points if size)
-        return best * nbytes * float(bus_factor(operation, self._ranks) / bus_factor(*key))
+        best = self._best.get(operation)
+        if best is None:
+            key = (operation, self._ranks) if (operation, self._ranks) in self._curves else self._known_key(operation)
+            best = min(time_s / size for size, time_s in self._curves[key][0].points if size)
+            best *= float(bus_factor(operation, self._ranks) / bus_factor(*key))
+            self._best[operation] = best
+        return best * nbytes
 
     def _seconds(self, operation: str, nbytes: float) -> float:
         if (operation, self._ranks) in self._curves:
