@@ -73,7 +73,7 @@ def test_what_the_watch_collects_is_not_the_scripts(tmp_path: Path):
     """Between steps the watch reads traces, writes records, and shows its line; the garbage of that is its own."""
     gc.disable()  # so that nothing else is collected
     try:
-        with watched(tmp_path, every=3, on_step=lambda *_: gc.collect()) as watch:
+        with watched(tmp_path, on_step=lambda *_: gc.collect()) as watch:
             loop(8)
     finally:
         gc.enable()
