@@ -57,14 +57,14 @@ def numbers(count: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 def wrong_averages(ranks: Ranks, sizes: list[int], transport: CopyEngines | None) -> list[tuple[int, int, str]]:
     """Messages whose result is not the average of all ranks. Several are under way at a time, and waited for in another order."""
     wrong = []
-    for shard_ranks in (1, 2, 4):
+    for shard_ranks in (1, 2, 4)[: ranks.world_size.bit_length()]:
         groups = ShardGroups(Collectives(ranks), shard_ranks)
         groups.shards.send_by(transport)
         place = groups.shards.ranks.rank
         pending = []
         for size in sizes:
             for dtype in (torch.float32, torch.bfloat16):
-                values = [numbers(size * shard_ranks, rank, dtype) for rank in range(ranks.world_size)]
+                values = [numbers(size * shard_ranks, rank, dtype).to(ranks.device) for rank in range(ranks.world_size)]
                 mean = (sum(value.double() for value in values) / ranks.world_size).to(dtype)
                 whole, shard, of_pieces = (
                     values[ranks.rank].clone(),
@@ -174,6 +174,34 @@ def test_a_gpu_is_given_all_stages_at_once_on_a_stream_of_their_own():
             "returned",
         ]
         assert average == [1.5] * 8
+
+
+def average_of_groups_of_one(ranks: Ranks) -> tuple[str, list[float]]:
+    """What waits for a message whose groups have one rank each."""
+    groups = ShardGroups(Collectives(ranks), 1)
+    whole = torch.full((8,), float(ranks.rank), device=ranks.device)
+    if ranks.device.type == "cuda":
+        torch.cuda._sleep(50_000_000)
+        whole.add_(1)  # behind work that is still going on
+    message = groups.all_reduce(whole, label="bucket 0")
+    waits = type(message).__name__
+    message.wait()
+    return waits, whole.tolist()
+
+
+def test_groups_of_one_rank_send_one_message_and_wait_for_it():
+    assert run_ranks(4, average_of_groups_of_one) == [("Work", [1.5] * 8)] * 4
+
+
+@pytest.mark.multigpu
+def test_groups_of_one_gpu_wait_for_their_message():
+    assert [average for _, average in run_ranks(2, average_of_groups_of_one, backend="nccl")] == [[1.5] * 8] * 2
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("transport", [None, SMALL_COPIES], ids=["library", "copies"])
+def test_averages_on_gpus_are_those_of_all_ranks(transport: CopyEngines | None):
+    assert run_ranks(2, wrong_averages, [1, 8, 130, 700], transport, backend="nccl") == [[]] * 2
 
 
 def refusals(ranks: Ranks) -> list[str]:

@@ -86,7 +86,7 @@ def _with_defaults(
     grid: Mapping[str, list[Any]], small_mib: list[float], device: str, here: Environment
 ) -> dict[str, list[Any]]:
     """The grid, completed with defaults, in an order in which cells with the same ranks follow each other."""
-    several = device == "cuda" and here.gpu_count > 1
+    several = device == "cuda" and (here.gpu_count > 1 or grid.get("nodes", [1]) != [1])
     backend = grid.get("backend", ["nccl" if several else "gloo"])
     ranks = grid.get("ranks", [here.gpu_count if several and "nccl" in backend else 2])
     mib = small_mib + grid.get("mib", []) or _SIZES["nccl" if "nccl" in backend else "gloo"]

@@ -166,6 +166,8 @@ class Collectives:
         group, rank = self.ranks.group, self.ranks.rank
         if group is None or rank not in (first, second):
             return
+        if dist.get_backend(group) == "gloo":
+            tensor = tensor.cpu()  # gloo's other operations copy a GPU's tensors to the host themselves
         if rank == first:
             dist.send(tensor, group=group, group_dst=second)
             dist.recv(tensor, group=group, group_src=second)
@@ -268,8 +270,8 @@ class ShardGroups:
     def all_reduce(self, tensor: Tensor, *, label: str) -> Pending:
         """`tensor` becomes the average over all ranks; its elements must divide into `parts`."""
         replicas = self.replicas
-        if replicas is None:
-            return self.everyone.all_reduce(tensor, reduction="average", label=label)
+        if replicas is None or self.parts == 1:  # a last stage that sends nothing could not be waited for on a GPU
+            return (replicas or self.everyone).all_reduce(tensor, reduction="average", label=label)
         flat = tensor.view(-1)
         ranks = self.shards.ranks
         shard = flat.view(ranks.world_size, -1)[ranks.rank]

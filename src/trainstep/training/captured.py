@@ -25,6 +25,7 @@ from trainstep.config.run import Phase
 from trainstep.parallel.agreement import HostAgreement
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.torch_peers import TorchFSDP2
 from trainstep.training.step import TrainStep
 
 
@@ -69,6 +70,9 @@ class CapturedTrainStep:
             strict=strict,
             agree=HostAgreement(ranks) if sends else None,
         )
+        if isinstance(step.gradient_sync, TorchFSDP2) and not strict:
+            # A launch of it reads memory that torch has freed: an illegal access, after which a process cannot go on.
+            self._captured.why_not = "torch's FSDP2 can be captured but not launched again: it reads memory that was freed"
 
     def __call__(self, micro_batches: Sequence[Mapping[str, Any]], mark: EventMark = unmarked) -> Tensor:
         """Run one step. Returns the last micro-batch's loss, detached."""
