@@ -4,9 +4,9 @@
     trainstep sweep sweeps/predicted.toml --out results/h200/predicted.jsonl                   # on an H200
     python results/h200/predictions.py table predicted > results/h200/predicted_beside.md      # the two side by side
 
-So far sweeps/predicted.toml; sweeps/predicted_again.toml and sweeps/predicted_ranks.toml wait for GPUs. With `--machine h100` the
-same for H100s, in results/h100. A line of NAME.ndjson is a cell: its key, its label, and what `trainstep plan` says of its time and
-memory with the calibration that comes with trainstep.
+Measured so far: sweeps/predicted.toml and sweeps/predicted_again.toml on H200s, sweeps/predicted_ranks.toml on two H100s, which
+`--machine h100` takes, in results/h100. A line of NAME.ndjson is a cell: its key, its label, and what `trainstep plan` says of its
+time and memory with the calibration that comes with trainstep.
 
 predicted_calibration.jsonl has what `trainstep doctor --measure` found on the same machine minutes before;
 `trainstep plan --grade predicted.jsonl --calibration predicted_calibration.jsonl` predicts with that.

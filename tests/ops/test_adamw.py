@@ -5,11 +5,16 @@ test_adamw_kernel.py runs this file with TRITON_INTERPRET=1: then the kernel run
 
 import copy
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from numerics import assert_as_accurate_as
 from trainstep.ops.adamw import AdamW
@@ -263,6 +268,37 @@ def test_loading_a_state_keeps_the_tables_that_graphs_read(device: str):
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer._launches is launches
     run(copy.deepcopy(optimizer), steps=1)
+
+
+@pytest.fixture
+def mesh(device: str, tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_dtensors_are_updated_where_their_memory_is(mesh: DeviceMesh, device: str):
+    """torch's FSDP2 trains DTensors."""
+    plain = parameters_of(contents(), device)
+    shared = [nn.Parameter(distribute_tensor(tensor.to(device), mesh, [Replicate()])) for tensor in contents()]
+    run(OURS(plain, **OPTIONS))
+    optimizer = OURS(shared, **OPTIONS)
+    for step in range(STEPS):
+        for index, parameter in enumerate(shared):
+            gradient = normal(parameter.numel(), seed=1000 * step + index).view(parameter.shape) * 10.0 ** (
+                index % 5 - 3
+            )
+            whole = distribute_tensor(gradient.to(device), mesh, [Replicate()])
+            parameter.grad = None if index == step else whole
+        optimizer.step()
+    assert all(isinstance(optimizer.state[parameter]["exp_avg"], DTensor) for parameter in shared)
+    for one, other in zip(plain, shared, strict=True):
+        assert torch.equal(one, other.to_local())  # type: ignore[attr-defined]
+    assert bool(optimizer._launches) == optimizer._has_kernel(shared[0])
 
 
 @pytest.mark.gpu

@@ -33,7 +33,8 @@ class AdamW(torch.optim.Optimizer):
     after one step outside.
 
     GradScaler leaves unscaling and skipping to this optimizer: the kernel divides by the scale and writes nothing after an
-    overflow, and the host does not wait; gradients themselves stay scaled. ValueError for complex parameters and sparse gradients.
+    overflow, and the host does not wait; gradients themselves stay scaled. Of DTensors (torch's FSDP2) each rank's kernel updates
+    the rank's own part. ValueError for complex parameters and sparse gradients.
     """
 
     _step_supports_amp_scaling = True
@@ -115,12 +116,14 @@ class AdamW(torch.optim.Optimizer):
 
     def _fits_kernel(self, parameter: Tensor, state: dict[str, Any]) -> bool:
         """Whether the kernel can update the parameter, which has this state."""
+        part = _local(parameter)
         return (
             self._has_kernel(parameter)
-            and parameter.numel() > 0
+            and part.numel() > 0
             and parameter.dtype in _KERNEL_DTYPES
-            and state["exp_avg"].stride() == parameter.stride()
-            and self.rounded.get(parameter, parameter).stride() == parameter.stride()
+            and _local(state["exp_avg"]).stride() == part.stride()
+            and _local(self.rounded.get(parameter, parameter)).stride() == part.stride()
+            and _placements(parameter.grad) == _placements(parameter)
         )
 
     def _has_kernel(self, parameter: Tensor) -> bool:
@@ -137,7 +140,11 @@ class AdamW(torch.optim.Optimizer):
 
     def _launch(self, key: tuple[Any, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
-        gradients = [_laid_out_like(parameter, _gradient(parameter)) for parameter in parameters]
+        parts = [_local(parameter) for parameter in parameters]
+        gradients = [
+            _laid_out_like(part, _local(_gradient(parameter)))
+            for part, parameter in zip(parts, parameters, strict=True)
+        ]
         steps = [state["step"] for state in states]
         found_inf = _on(parameters[0].device, getattr(self, "found_inf", None))
         if found_inf is None:
@@ -145,11 +152,11 @@ class AdamW(torch.optim.Optimizer):
         else:  # a list: given one tensor, `_foreach_add_` reads it on the host, which waits for the device
             torch._foreach_add_(steps, [(found_inf == 0).to(steps[0].dtype).reshape(())] * len(steps))
         operands = Operands(
-            parameters,
+            parts,
             gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [self.rounded.get(parameter, parameter) for parameter in parameters],
+            [_local(state["exp_avg"]) for state in states],
+            [_local(state["exp_avg_sq"]) for state in states],
+            [_local(self.rounded[p]) if p in self.rounded else part for p, part in zip(parameters, parts, strict=True)],
             steps,
         )
         beta1, beta2 = group["betas"]
@@ -200,6 +207,19 @@ def _gradient(parameter: Tensor) -> Tensor:
     if gradient.is_sparse:
         raise ValueError("params: a gradient is sparse; build its embedding with sparse=False")
     return gradient
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which has no memory of its own; any other tensor itself."""
+    to_local = getattr(
+        tensor, "to_local", None
+    )  # not isinstance, which would import torch.distributed.tensor: a second
+    return tensor if to_local is None else to_local()
+
+
+def _placements(tensor: Tensor | None) -> Any:
+    """How ranks share a DTensor; None for any other tensor."""
+    return getattr(tensor, "placements", None)
 
 
 def _on(device: torch.device, tensor: Tensor | None) -> Tensor | None:

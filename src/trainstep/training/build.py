@@ -1,6 +1,7 @@
 """Builds a training step from a RunConfig: model, batches, precision, optimizer, parallel strategy, capture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,7 +89,9 @@ def build_step(
     optimizer_cls = adamw_named(run.adamw)
     if precision.masters:
         optimizer_cls = with_masters(optimizer_cls)
-    wrapped = wrap(module, optimizer_cls if run.trains else None, options)
+    apart = run.capture != "none" and device.type == "cuda" and parallel is not None and parallel.makes_nodes
+    with _off_the_default_stream(device) if apart else nullcontext():
+        wrapped = wrap(module, optimizer_cls if run.trains else None, options)
     scaler = None
     if precision.scales_loss and run.trains:
         # Ranks must skip a step together.
@@ -120,6 +123,16 @@ def build_step(
         seen=seen,
         recomputed=recomputed,
     )
+
+
+@contextmanager
+def _off_the_default_stream(device: torch.device) -> Iterator[None]:
+    """Where a wrapper makes the nodes that accumulate gradients, if a graph is to hold them. [Note: one stream] in capture/"""
+    current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def _model(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:

@@ -25,7 +25,7 @@ from trainstep.config.run import Phase
 from trainstep.parallel.agreement import HostAgreement
 from trainstep.parallel.flat_optimizer import FlatShardedOptimizer
 from trainstep.parallel.ranks import Ranks
-from trainstep.parallel.torch_peers import TorchFSDP2
+from trainstep.parallel.torch_peers import TorchDDP
 from trainstep.training.step import TrainStep
 
 
@@ -36,6 +36,10 @@ class EventMark(Protocol):
     """
 
     def __call__(self, phase: Phase | None, event: torch.cuda.Event | None = None, /) -> None: ...
+
+
+_DDP_WARMUPS = 12
+"""Steps of torch's DDP before a capture: it measures and arranges its messages in the first eleven (torch's notes, CUDA graphs)."""
 
 
 def unmarked(_phase: Phase | None, _event: torch.cuda.Event | None = None, /) -> None:
@@ -67,12 +71,10 @@ class CapturedTrainStep:
             optimizer=None if reason else step.optimizer,
             module=step.module,
             device=ranks.device,
+            warmups=_DDP_WARMUPS if isinstance(step.gradient_sync, TorchDDP) else 3,
             strict=strict,
             agree=HostAgreement(ranks) if sends else None,
         )
-        if isinstance(step.gradient_sync, TorchFSDP2) and not strict:
-            # A launch of it reads memory that torch has freed: an illegal access, after which a process cannot go on.
-            self._captured.why_not = "torch's FSDP2 can be captured but not launched again: it reads memory that was freed"
 
     def __call__(self, micro_batches: Sequence[Mapping[str, Any]], mark: EventMark = unmarked) -> Tensor:
         """Run one step. Returns the last micro-batch's loss, detached."""

@@ -79,6 +79,8 @@ class Parallel:
 
     ranks: Ranks
     wrap: Wrap
+    makes_nodes: bool = False
+    """Whether wrapping makes the autograd nodes that accumulate gradients, as torch's DDP does. [Note: one stream] in capture/"""
 
 
 def unwrapped(module: nn.Module, optimizer_cls: OptimizerClass | None, options: Mapping[str, Any]) -> Wrapped:

@@ -56,7 +56,7 @@ def parallel(ranks: Ranks, config: SyncConfig) -> Parallel:
         )
         return CONSTRUCTORS[config.name](request)
 
-    return Parallel(ranks=ranks, wrap=wrap)
+    return Parallel(ranks=ranks, wrap=wrap, makes_nodes=config.name in ("torch_ddp", "torch_zero"))
 
 
 def _wrapper_then_optimizer(wrapper: Callable[..., GradientSync], shard: OptimizerClass | None = None) -> Constructor:
