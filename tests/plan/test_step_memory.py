@@ -8,7 +8,7 @@ import pytest
 
 from fake_step import count
 from trainstep.config.model import ModelConfig, size
-from trainstep.config.parallel import RanksConfig, SyncConfig
+from trainstep.config.parallel import RankRunConfig, RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
 from trainstep.plan.allocator import Allocator
 from trainstep.plan.grade import Grade, grade_records, ranks_config
@@ -111,6 +111,29 @@ def test_update_in_backward_never_has_all_gradients():
 def test_replayed_strategies_hold_what_their_terms_say(sync, options):
     run = RunConfig(model=size("small"), batch_size=2, device="cuda", **options)
     agrees_with_its_terms(RanksConfig(ranks=2, sync=SyncConfig(name=sync), run=run))
+
+
+@pytest.mark.parametrize("options", [{"in_place": True}, {"in_place": True, "keeps_gradient_dtype": True}, {}])
+@pytest.mark.parametrize("update", ["after_backward", "by_bucket"])
+def test_replayed_buckets_hold_what_their_terms_say(update, options):
+    run = RankRunConfig(model=size("small"), batch_size=2, device="cuda", adamw="trainstep", update=update)
+    agrees_with_its_terms(RanksConfig(ranks=2, sync=SyncConfig(name="bucketed", **options), run=run))
+
+
+def test_buckets_in_place_have_no_second_copy_of_gradients():
+    run = RunConfig(model=size("medium"), device="cuda")
+    apart, in_place = [
+        replay(RanksConfig(ranks=2, sync=SyncConfig(name="bucketed", in_place=choice), run=run))
+        for choice in (False, True)
+    ]
+    assert in_place.peak.allocated_bytes < apart.peak.allocated_bytes
+
+
+def test_the_peak_of_captured_buckets_in_place_is_the_measured_one():
+    grades, _ = grade_records(Store(RECORDS / "captured_bucketed.jsonl").read())
+    assert [grade.config.sync.in_place for grade in grades] == [False, True]
+    assert max(abs(grade.allocated_error) for grade in grades) <= 0.001
+    assert max(abs(grade.reserved_error) for grade in grades) <= 0.01
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded_flat", "fsdp"])

@@ -166,7 +166,10 @@ class UpdatedInBackward(Replicated):
 
 
 class InBuckets(Replicated):
-    """Buckets that gradients become views of: flat, bucketed, sharded (whose ranks update whole tensors that they own)."""
+    """Buckets that gradients become views of: flat, bucketed, sharded (whose ranks update whole tensors that they own).
+
+    With `in_place` a bucket has no memory but its flags: gradients are averaged where autograd made them.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -204,9 +207,12 @@ class InBuckets(Replicated):
             self._send()
         if self.run.updates_in_backward:
             self._update_sent(len(self._buckets) - 1)
+        elif self.run.update == "by_bucket":
+            for number in range(len(self._buckets)):
+                self._update_bucket(number)
 
     def update(self) -> None:
-        if self.run.updates_in_backward:
+        if self.run.update != "after_backward":
             return
         super().update()
         if self._by_owners and not self._packs_made and self.exchange.ranks > 1:
@@ -220,20 +226,30 @@ class InBuckets(Replicated):
         self._next += 1
         if number not in self._flats:
             self._flats[number] = self._new_flat(bucket)
-        if not self._copies_back(bucket):
+        if not self._stay_beside(bucket):
             self.live.drop(self.take_whole(bucket.parameters))
         if self.run.updates_in_backward and number > 0:
             self._update_sent(number - 1)
 
     def _update_sent(self, number: int) -> None:
+        self._update_bucket(number)
+        if not self.exchange.in_place:
+            self.live.drop([self._flats.pop(number)])
+
+    def _update_bucket(self, number: int) -> None:
+        """Update a bucket's parameters and drop their gradients, if these are not views of it."""
         update_part(self, [bucket.parameters for bucket in self._buckets], number)
-        self.live.drop([*self.take_whole(self._buckets[number].parameters), self._flats.pop(number)])
+        self.live.drop(self.take_whole(self._buckets[number].parameters))
 
     def _new_flat(self, bucket: Bucket) -> Tensor:
-        return self.live.new(bucket.nbytes, COMMUNICATION if self._copies_back(bucket) else GRADIENTS)
+        if self.exchange.in_place:
+            return self.live.new(len(bucket.parameters) * bucket.element_bytes, COMMUNICATION)
+        return self.live.new(bucket.nbytes, COMMUNICATION if self._stay_beside(bucket) else GRADIENTS)
 
-    def _copies_back(self, bucket: Bucket) -> bool:
-        """Whether gradients stay beside their bucket, because it has another dtype."""
+    def _stay_beside(self, bucket: Bucket) -> bool:
+        """Whether gradients stay beside their bucket, because it has another dtype or no memory."""
+        if self.exchange.in_place:
+            return True
         own = all(parameter.element_bytes == bucket.element_bytes for parameter in bucket.parameters)
         return not own and self.sync.keeps_gradient_dtype
 

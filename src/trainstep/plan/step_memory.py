@@ -44,7 +44,6 @@ def replay(config: RanksConfig, *, rank: int = 0, steps: int = STEPS, traced: Tr
             f"sync: what {strategy.name} of torch holds is not known; take {strategy.counterpart}, ours of its kind"
         )
     run, live = config.run, LiveTensors()
-    check_planned(config)
     if traced is not None:
         parameters = stored_parameters(traced, run.precision)
         setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
@@ -52,13 +51,6 @@ def replay(config: RanksConfig, *, rank: int = 0, steps: int = STEPS, traced: Tr
     parameters = transformer_parameters(model_of(run), run.precision, run.ops)
     setup = Setup(config=config, exchange=exchange, parameters=parameters, rank=rank, live=live)
     return _Replay(setup).run(steps)
-
-
-def check_planned(config: RanksConfig) -> None:
-    """ValueError for options whose memory has no replay."""
-    if config.sync.in_place or config.run.update == "by_bucket":
-        option = "in_place" if config.sync.in_place else "update: by_bucket"
-        raise ValueError(f"{option}: is not planned yet; leave it out: without it a step needs at least as much")
 
 
 class _Replay(StepReplay):

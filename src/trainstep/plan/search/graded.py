@@ -22,7 +22,6 @@ from trainstep.config.parallel import RanksConfig, needless
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.plan.grade import ranks_config
 from trainstep.plan.prediction import predict
-from trainstep.plan.step_memory import check_planned
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.grade import is_timed, measured_time_s
 from trainstep.plan.time.step_time import StepTime, step_time
@@ -157,7 +156,6 @@ def _cell(measured: list[tuple[Record, RanksConfig]], calibration: Calibration) 
     _, config = measured[-1]
     time, no_time = None, ""
     try:
-        check_planned(config)
         time = step_time(config, calibration)
     except ValueError as error:
         no_time = str(error)
