@@ -309,6 +309,17 @@ def test_a_fleet_is_answered_first_and_compared_by_nodes(capsys: pytest.CaptureF
     assert "16 ranks cannot be spread evenly over 3 nodes" in capsys.readouterr().err
 
 
-def test_shards_of_groups_have_a_time_and_own_models_none(capsys: pytest.CaptureFixture[str]):
+def test_shards_of_groups_have_a_time(capsys: pytest.CaptureFixture[str]):
     assert app.run([*FITTING, "--ranks", "4", "--sync", "sharded_flat", "--shard-ranks", "2"]) == 0
     assert "all_reduce across groups" in capsys.readouterr().out
+
+
+def test_your_own_model_has_a_time_on_one_gpu_uncompiled(capsys: pytest.CaptureFixture[str]):
+    own = ["plan", "--model", "traced_models:gpt", "--context", "32", "--gpu", "h200"]
+    assert app.run([*own, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert row["time"]["step_s"] > 0
+    assert app.run([*own, "--compile", "block"]) == 0
+    assert "No time: compile: what is fused of your own model" in " ".join(capsys.readouterr().out.split())
+    assert app.run([*own, "--ranks", "2"]) == 0
+    assert "No time: ranks: of your own model" in " ".join(capsys.readouterr().out.split())

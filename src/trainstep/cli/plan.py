@@ -45,7 +45,7 @@ def plan(
     Nothing runs, and no GPU is needed. The step is replayed tensor by tensor, with the rules of torch's allocator, and timed kernel
     by kernel, as fast as a calibration says, with an interval. Lists compare steps: one row each. Several ranks are bucketed
     without --sync. With --nodes the messages of many nodes are simulated, and --ranks are those of all nodes together. A model of
-    your own is traced first, which needs torch and no memory, and has no time.
+    your own is traced first, which needs torch and no memory, and has a time on one GPU, not compiled.
 
     Exit codes: 0 it fits (of several steps: one of them), or no GPU was named; 1 it does not fit; 2 bad input.
 
@@ -126,7 +126,7 @@ def _plan_steps(
     predictions = _predictions(configs, memory_bytes)
     shown: dict[str, Any] = {"gpu": gpu, "tokens": tokens}
     has_nodes = any(fields.get(name) is not None for name in FLEET_FIELDS)
-    times = [_timed(item.config, speeds, card, has_nodes=has_nodes) for item in predictions]
+    times = [_timed(item, speeds, card, has_nodes=has_nodes) for item in predictions]
     planned = [Planned(prediction=item, **shown, **time) for item, time in zip(predictions, times, strict=True)]
     if len(planned) == 1:
         planned = [replace(planned[0], cuts=cuts(predictions[0]))]
@@ -194,15 +194,17 @@ def _predictions(configs: Sequence[Any], memory_bytes: int | None) -> list[Any]:
     return [predict(config, gpu_memory_bytes=memory_bytes, trace=trace) for config in configs]
 
 
-def _timed(config: Any, speeds: Any, gpu: str | None, *, has_nodes: bool) -> dict[str, Any]:
+def _timed(prediction: Any, speeds: Any, gpu: str | None, *, has_nodes: bool) -> dict[str, Any]:
     """The step's time, or why there is none; a step whose time has no formula still has its memory."""
     from trainstep.plan.fleet.fleet_time import planned_fleet
+    from trainstep.plan.time.traced_kernels import traced_time
 
+    config = prediction.config
     if speeds is None:
         return {"no_time": "name a GPU for the time of many nodes: --gpu h100"} if has_nodes else {}
-    if isinstance(config.run.model, UserModel):
-        return {"no_time": "the time of your own model has no formulas; measure it with trainstep bench"}
     try:
+        if prediction.traced is not None:
+            return {"time": traced_time(config, speeds, prediction.traced, has_nodes=has_nodes)}
         time, fleet = planned_fleet(config, speeds, None if gpu is None else gpu_named(gpu), has_nodes=has_nodes)
     except ValueError as error:
         return {"no_time": str(error)}

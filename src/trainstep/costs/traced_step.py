@@ -84,6 +84,8 @@ class Work:
     written_bytes: int
     times: int = 1
     causal: bool = False
+    access: str = "contiguous"
+    """How it goes through memory: `broadcast` where an operand is repeated, `strided` where one has gaps or is turned."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,17 +39,19 @@ def work_of(
         return None
     name = func._schema.name.partition("::")[2]
     kind, shape, flops, causal = _arithmetic(func, name, args, kwargs, results)
+    of_result = args[0] if name == _FUSED_HEADS[0] else written[0]
     return Work(
         phase=phase,
         module=module,
         op=name,
         kind=kind,
         shape=shape,
-        dtype=str(written[0].dtype).removeprefix("torch."),
+        dtype=str(of_result.dtype).removeprefix("torch."),
         flops=flops,
         read_bytes=sum(_bytes(x) for x in inputs),
         written_bytes=sum(_bytes(x) for x in written),
         causal=causal,
+        access=_access(inputs, written),
     )
 
 
@@ -86,6 +88,12 @@ def _arithmetic(
         a, b = args[_PRODUCTS[func] :][:2]
         batch, (m, k), n = (a.shape[0] if a.dim() == 3 else 1), a.shape[-2:], b.shape[-1]
         return "matmul", (batch, m, n, k), 2 * batch * m * n * k, False
+    if (
+        name == _FUSED_HEADS[0]
+    ):  # logits, and their gradients' products with the weight and with the input, all in forward
+        hidden, weight = args[:2]
+        tokens, (vocabulary, width) = hidden.shape[:-1].numel(), weight.shape
+        return "matmul", (3, tokens, vocabulary, width), 6 * tokens * vocabulary * width, False
     is_backward = name.endswith(_BACKWARD)
     if name.removesuffix(_BACKWARD) in _ATTENTION:
         query, key = args[1:3] if is_backward else args[:2]
@@ -114,6 +122,15 @@ def _written(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> 
         return list(results)
     given = {id(x.untyped_storage()) for x in inputs}
     return [x for x in results if id(x.untyped_storage()) not in given]
+
+
+def _access(inputs: Sequence[Tensor], written: Sequence[Tensor]) -> str:
+    """Work.access. Numbers, and tensors of one element, count as neither."""
+    sizes = [x for x in (*inputs, *written) if x.numel() > 1]
+    if any(not x.is_contiguous() for x in sizes):
+        return "strided"
+    largest = max((x.numel() for x in written), default=0)
+    return "broadcast" if any(x.numel() < largest for x in inputs if x.numel() > 1) else "contiguous"
 
 
 def _bytes(x: Tensor) -> int:

@@ -27,6 +27,8 @@ class StepKernels:
     symbols: dict[str, int]
     tensors: int
     """Number of parameters."""
+    model_flops: int | None = None
+    """Of the step's matmuls and attention; None for those of the built-in model, which has a formula."""
 
 
 def step_kernels(
@@ -55,21 +57,60 @@ def step_kernels(
     forward, backward = _around(compute)
     layers = model.layers
     parameters = transformer_parameters(model, run.precision, run.ops)
-    numel, weight = sum(parameter.numel for parameter in parameters), widths_of(run).weight
-    symbols = symbols_of(run) | {"D": model.head_dim, "P": round(numel * updated_share), "W": numel}
-    added = [traffic("gradients", Kind.CONTIGUOUS, 3 * weight, "W")]
+    numel = sum(parameter.numel for parameter in parameters)
+    own = parameter_kernels(
+        run,
+        numel,
+        len(parameters),
+        updated_share=updated_share,
+        copies_gradients=copies_gradients,
+        summing_ranks=summing_ranks,
+    )
+    return StepKernels(
+        forward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.forward), *forward),
+        backward=(
+            *(replace(kernel, count=layers * kernel.count) for kernel in block.backward), *again, *backward, *own.backward
+        ),
+        added=own.added,
+        optimizer=own.optimizer,
+        symbols={**symbols_of(run), "D": model.head_dim, **own.symbols},
+        tensors=len(parameters),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterKernels:
+    """What depends on a model's parameters alone. `backward`: copies and sums of gradients; the rest as in StepKernels."""
+
+    backward: tuple[Kernel, ...]
+    added: tuple[Kernel, ...]
+    optimizer: tuple[Kernel, ...]
+    symbols: dict[str, int]
+
+
+def parameter_kernels(
+    run: RunConfig,
+    numel: int,
+    tensors: int,
+    *,
+    updated_share: float = 1.0,
+    copies_gradients: bool = False,
+    summing_ranks: int = 0,
+    compute: RunConfig | None = None,
+) -> ParameterKernels:
+    """The kernels over `numel` parameters in so many tensors. The options are those of step_kernels."""
+    weight, backward = widths_of(run).weight, list[Kernel]()
+    symbols = {"P": round(numel * updated_share), "W": numel}
     if copies_gradients:
-        backward += _in_pieces([traffic("gradients", Kind.CONTIGUOUS, 2 * weight, "W")], len(parameters))
+        backward += _in_pieces([traffic("gradients", Kind.CONTIGUOUS, 2 * weight, "W")], tensors)
     if summing_ranks:
         symbols["M"] = numel // summing_ranks
         backward += [traffic("sums of messages", Kind.CONTIGUOUS, (summing_ranks + 1) * weight, "M")]
-    return StepKernels(
-        forward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.forward), *forward),
-        backward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.backward), *again, *backward),
-        added=tuple(_in_pieces(added, len(parameters))),
-        optimizer=tuple(_update(run, weight, len(parameters))) if run.mode == "step" else (),
+    return ParameterKernels(
+        backward=tuple(backward),
+        added=tuple(_in_pieces([traffic("gradients", Kind.CONTIGUOUS, 3 * weight, "W")], tensors)),
+        optimizer=tuple(_update(run, weight, tensors)) if run.mode == "step" else (),
         symbols=symbols,
-        tensors=len(parameters),
     )
 
 
@@ -164,4 +205,4 @@ def _update(run: RunConfig, weight: int, tensors: int) -> Iterator[Kernel]:
 def _in_pieces(kernels: Sequence[Kernel], tensors: int) -> Iterator[Kernel]:
     """Kernels that run over each tensor by itself: as many launches, the bytes of all together."""
     for kernel in kernels:
-        yield replace(kernel, element_bytes=kernel.element_bytes / tensors, count=kernel.count * tensors)
+        yield replace(kernel, element_bytes=kernel.element_bytes / max(tensors, 1), count=kernel.count * tensors)

@@ -200,7 +200,7 @@ def step_time(
         classes=classes,
         lines=tuple(lines),
         messages=messages,
-        model_flops=run.model_flops(model_of(run)),
+        model_flops=run.model_flops(model_of(run)) if kernels.model_flops is None else kernels.model_flops,
         clock=clock,
     )
 
