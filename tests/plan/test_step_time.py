@@ -12,6 +12,7 @@ from trainstep.costs.transformer import forward_flops
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import shipped
 from trainstep.plan.time.grade import CAPTURED, DEVICE, grade_times
+from trainstep.plan.time.interval import ENDS
 from trainstep.plan.time.kernels import Kind
 from trainstep.plan.time.step_kernels import step_kernels
 from trainstep.plan.time.step_time import GAPS, HOST, MESSAGES, StepTime, step_time
@@ -88,7 +89,8 @@ def test_captured_steps_take_what_was_measured_within_20_percent(name: str):
     grades, _ = grade_times(Store(ROOT / f"results/h200/{name}.jsonl").read(), H200)
     captured = [grade for grade in grades if grade.group == CAPTURED]
     assert captured
-    assert all(abs(grade.error) < 0.2 and grade.is_inside for grade in captured)
+    assert all(abs(grade.error) < 0.2 for grade in captured)
+    assert sum(not grade.is_inside for grade in captured) <= 1, "an interval of 90 %"
 
 
 def test_steps_that_the_device_limits_take_what_was_measured_within_6_percent():
@@ -118,8 +120,11 @@ def test_phases_and_classes_add_up_inside_the_interval(options: dict[str, object
     predicted = time_of(**options)  # type: ignore[arg-type]
     step = predicted.step
     assert 0 < step.low_s < step.time_s < step.high_s
-    for end in ("low_s", "time_s", "high_s"):
-        assert sum(getattr(part, end) for part in predicted.phases.values()) == pytest.approx(getattr(step, end))
+    low_s, time_s, high_s = (sum(getattr(part, end) for part in predicted.phases.values()) for end in ENDS)
+    assert time_s == pytest.approx(step.time_s)
+    # Sources err by themselves, so a step's end is no further out than its phases' ends together.
+    assert low_s <= step.low_s * (1 + 1e-9)
+    assert step.high_s <= high_s * (1 + 1e-9)
     assert sum(predicted.classes.values()) == pytest.approx(step.time_s)
     busy = sum(value for name, value in predicted.classes.items() if name not in (GAPS, HOST, MESSAGES))
     assert busy == pytest.approx(sum(line.time_s for line in predicted.lines))

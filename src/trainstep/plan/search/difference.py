@@ -63,8 +63,8 @@ def _errors(time: StepTime) -> dict[tuple[str, str], float]:
 
 
 def _beside_s(time: StepTime) -> float:
-    """Half the interval of what is beside the device's kernels: messages, the host, a graph's launch."""
+    """Half the interval of what is beside the device's kernels, which errs by itself: messages, the host, a graph's launch."""
     device = time.device.values()
-    low_s = time.step.time_s - time.step.low_s - sum(part.time_s - part.low_s for part in device)
-    high_s = time.step.high_s - time.step.time_s - sum(part.high_s - part.time_s for part in device)
-    return max(0.0, low_s, high_s)
+    low_s = time.step.time_s - time.step.low_s, sum(part.time_s - part.low_s for part in device)
+    high_s = time.step.high_s - time.step.time_s, sum(part.high_s - part.time_s for part in device)
+    return max(max(0.0, step_s**2 - device_s**2) ** 0.5 for step_s, device_s in (low_s, high_s))

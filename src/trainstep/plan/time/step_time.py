@@ -13,10 +13,12 @@ phase by phase, and a phase ends when both are done:
 Captured, the host launches one graph, and only the device's time counts. Messages: message_time.py.
 
 Interval: errors of kernels of one shape go together, those of others are independent, and 1.64 times their root of squares is the
-half-width; the ends allow for another clock than the power limit's (power.py). The host's range is its calibration's.
+device's half-width, with another clock than the power limit's (power.py) and half of the gaps as two more such errors. Device,
+messages, a graph's launch and the host err each by itself: an end of the step is the root of squares of what each of them alone
+changes. The host's range is its calibration's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trainstep.config.parallel import RanksConfig
@@ -25,7 +27,7 @@ from trainstep.plan.model_ops import model_of
 from trainstep.plan.peak_memory import computed_run
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.host_time import host_time
-from trainstep.plan.time.interval import ENDS, Interval, total_of
+from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.kernels import CLASSES, Kernel, Kind, class_of
 from trainstep.plan.time.message_time import Exposed, copied_gradients, exposed_messages, summing_ranks, updated_share
 from trainstep.plan.time.power import Load, load_of, sustained_clock
@@ -180,8 +182,7 @@ def step_time(
     launch_s = 0.0
     if run.capture != "none":
         launch_s = calibration.gaps.get("graph launch", 0.0) * sum(line.count for line in lines)
-    phases = _pipeline(device, host, messages, launch_s)
-    step = total_of(phases.values())
+    phases, step = _pipeline(device, host, messages, launch_s)
     classes = dict.fromkeys(CLASSES, 0.0)
     for line in lines:
         classes[class_of(line.what)] += line.time_s
@@ -247,30 +248,67 @@ def _device(lines: Sequence[Line], phase: str, gap_s: float, calibration: Calibr
     for line in own:
         key = line.kind, line.formula
         alike[key] = alike.get(key, 0.0) + line.spread * line.time_s
-    deviation_s = sum(value**2 for value in alike.values()) ** 0.5
-    deviation_s = (deviation_s**2 + (MACHINE**2 + calibration.extra_spread**2) * time_s**2) ** 0.5
-    half_s = DEVIATIONS * deviation_s + gaps_s / 2
+    errors_s = [*alike.values(), MACHINE * time_s, calibration.extra_spread * time_s]
+    half_s = _root([*(DEVIATIONS * error_s for error_s in errors_s), gaps_s / 2])
     slowed_s = sum(line.time_s for line in own if line.load.slows)
     faster_s, slower_s = (_CLOCK * slowed_s,) * 2 if calibration.power_limited else (0.0, _POWER * slowed_s)
     total_s = time_s + gaps_s
-    return Interval(time_s=total_s, low_s=max(0.0, total_s - half_s - faster_s), high_s=total_s + half_s + slower_s)
+    return Interval(
+        time_s=total_s,
+        low_s=max(0.0, total_s - _root([half_s, faster_s])),
+        high_s=total_s + _root([half_s, slower_s]),
+    )
+
+
+def _root(values: Iterable[float]) -> float:
+    """The root of the sum of squares: how far independent errors go together."""
+    return sum(value**2 for value in values) ** 0.5
+
+
+_SOURCES = ("device", "messages", "launch", "host")
+"""What errs by itself."""
 
 
 def _pipeline(
     device: Mapping[str, Interval], host: Mapping[str, Interval], messages: Exposed, launch_s: float
-) -> dict[str, Interval]:
-    """What each phase adds: the device starts a phase's kernels when it has those before, and the host has enqueued them."""
-    ends = {name: dict[str, float]() for name in ENDS}
-    for name, end_of in ends.items():
-        host_end_s = 0.0
-        device_end_s = launch_s * _LAUNCH[name]
-        for phase, busy in device.items():
-            host_end_s += getattr(host[phase], name) if phase in host else 0.0
-            device_end_s = max(host_end_s, device_end_s + getattr(busy, name) + getattr(messages.of(phase), name))
-            end_of[phase] = device_end_s
-    phases, before = {}, dict.fromkeys(ends, 0.0)
-    for phase in device:
-        added = {name: end_of[phase] - before[name] for name, end_of in ends.items()}
-        before = {name: end_of[phase] for name, end_of in ends.items()}
-        phases[phase] = Interval(**added)
-    return phases
+) -> tuple[dict[str, Interval], Interval]:
+    """What each phase adds, and the step. Each end: the root of squares of what each source alone, at this end, changes."""
+    middle = _added(device, host, messages, launch_s, dict.fromkeys(_SOURCES, "time_s"))
+    sides: dict[str, dict[str, list[float]]] = {}
+    for end in ("low_s", "high_s"):
+        sides[end] = {name: [] for name in (*device, "step")}
+        for source in _SOURCES:
+            added = _added(device, host, messages, launch_s, dict.fromkeys(_SOURCES, "time_s") | {source: end})
+            for phase in device:
+                sides[end][phase].append(added[phase] - middle[phase])
+            sides[end]["step"].append(sum(added.values()) - sum(middle.values()))
+    middle["step"] = sum(middle.values())
+    found = {
+        name: Interval(
+            time_s=time_s,
+            low_s=max(0.0, time_s - _root(sides["low_s"][name])),
+            high_s=time_s + _root(sides["high_s"][name]),
+        )
+        for name, time_s in middle.items()
+    }
+    return found, found.pop("step")
+
+
+def _added(
+    device: Mapping[str, Interval],
+    host: Mapping[str, Interval],
+    messages: Exposed,
+    launch_s: float,
+    ends: Mapping[str, str],
+) -> dict[str, float]:
+    """What each phase adds, with each source at its end of its interval: the device starts a phase's kernels when it has those
+    before, and the host has enqueued them."""
+    added = {}
+    before_s = host_end_s = 0.0
+    device_end_s = launch_s * _LAUNCH[ends["launch"]]
+    for phase, busy in device.items():
+        host_end_s += getattr(host[phase], ends["host"]) if phase in host else 0.0
+        busy_s = getattr(busy, ends["device"]) + getattr(messages.of(phase), ends["messages"])
+        device_end_s = max(host_end_s, device_end_s + busy_s)
+        added[phase], before_s = device_end_s - before_s, device_end_s
+    return added
