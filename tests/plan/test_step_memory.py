@@ -47,14 +47,14 @@ def test_peaks_are_those_of_h200s(grades):
     assert worst <= 0.03, "fused blocks that recompute some results are up to 2.5 % off"
     median, worst = sizes([grade.reserved_error for grade in grades])
     assert median <= 0.005
-    assert worst <= 0.12, "8 % is the aim: bf16 weights at 2.7B, and a model compiled whole, are beyond"
+    assert worst <= 0.11, "8 % is the aim: a model compiled whole is beyond"
 
 
-@pytest.mark.parametrize("file", ["captured", "captured_ranks", "memory_sizes", "sharded_optimizer"])
+@pytest.mark.parametrize("file", ["captured", "captured_ranks", "memory_sizes", "predicted_again", "sharded_optimizer"])
 def test_peaks_of_a_file_are_those_of_h200s(file):
     grades, _ = grade_records(Store(RECORDS / f"{file}.jsonl").read())
     assert len(grades) >= 2
-    assert max(abs(grade.allocated_error) for grade in grades) <= 0.01
+    assert max(abs(grade.allocated_error) for grade in grades) <= 0.013
     assert max(abs(grade.reserved_error) for grade in grades) <= 0.07
 
 
@@ -80,6 +80,25 @@ def test_a_graph_has_a_pool_of_its_own():
     eager, captured = replay(alone(run)).peak, replay(alone(replace(run, capture="step"))).peak
     assert captured.allocated_bytes == pytest.approx(eager.allocated_bytes, rel=0.01)
     assert captured.reserved_bytes > eager.reserved_bytes
+
+
+def test_what_the_cast_to_16_bits_leaves_is_reserved_while_a_capture_warms_up():
+    """Its stream cannot use it, so weights are reserved at least twice, in fp32 and beside that what the warm-ups need."""
+    run = RunConfig(
+        model=size("medium"), precision="bf16", attention="trainstep", adamw="trainstep", device="cuda", capture="step"
+    )
+    weights_bytes = 2 * sum(parameter.numel for parameter in transformer_parameters(run.model, "bf16", "plain"))
+    peak = replay(alone(run)).peak
+    assert peak.reserved_bytes > 2 * weights_bytes + 3 * weights_bytes, "fp32; gradients and moments in 16 bits"
+    assert peak.allocated_bytes < peak.reserved_bytes
+
+
+def test_a_captured_step_is_replayed_with_its_warm_ups_however_few_steps_are_asked_for():
+    grades, _ = grade_records(Store(RECORDS.parent / "h100/predicted_ranks.jsonl").read())
+    assert len(grades) == 13
+    for grade in grades:
+        assert replay(grade.config, steps=2) == replay(grade.config, steps=3)
+        assert abs(grade.reserved_error) < 0.05
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -12,6 +12,7 @@ from trainstep.costs.exchange import Bucket, Exchange, ParameterSize, buckets_of
 from trainstep.costs.strategies import MessageKind
 from trainstep.plan.live_tensors import COMMUNICATION, GRADIENTS, PARAMETERS, STATE, TEMPORARY, LiveTensors, Tensor
 from trainstep.plan.memory_terms import parts_in_backward
+from trainstep.plan.model_ops import widths_of
 from trainstep.plan.optimizer_state import Updated
 
 _MASTER_BYTES = 4
@@ -54,8 +55,19 @@ class Replicated:
                 self.live.new(_MASTER_BYTES * piece.numel, STATE)
 
     def make_parameters(self) -> None:
-        for parameter in self.parameters:
-            self.live.new(parameter.nbytes, PARAMETERS)
+        self.whole_parameters()
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """The parameters by name. Those of 16 bits are made in fp32 and then cast, one after another: what the allocator reserved
+        for fp32 stays reserved, and a capture's stream cannot use it (8B, results/h200/predicted_again.jsonl: 15 GiB)."""
+        if widths_of(self.run).weight == _MASTER_BYTES:
+            return {parameter.name: self.live.new(parameter.nbytes, PARAMETERS) for parameter in self.parameters}
+        made = [self.live.new(_MASTER_BYTES * parameter.numel, PARAMETERS) for parameter in self.parameters]
+        cast = {}
+        for parameter, wide in zip(self.parameters, made, strict=True):
+            cast[parameter.name] = self.live.new(parameter.nbytes, PARAMETERS)
+            self.live.drop([wide])
+        return cast
 
     def pieces(self) -> list[Updated]:
         """What this rank updates."""

@@ -34,8 +34,8 @@ def alone(run: RunConfig) -> RanksConfig:
 def replay(config: RanksConfig, *, rank: int = 0, steps: int = STEPS, traced: TracedStep | None = None) -> StepMemory:
     """The memory of a rank's step on a GPU. ValueError for what has no formulas: a user's model, torch's strategies.
 
-    `steps`: how many are replayed, at least 2; with 2 what is reserved is less exact. `traced`: the trace of this config's model,
-    which is replayed in the place of formulas.
+    `steps`: how many are replayed, at least 2; with 2 what is reserved is less exact, so a captured step has 3. `traced`: the trace
+    of this config's model, which is replayed in the place of formulas.
     """
     exchange = exchange_of(config)
     if exchange is None:

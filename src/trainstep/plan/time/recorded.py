@@ -16,7 +16,7 @@ from trainstep.plan.time.power import BURST_S
 from trainstep.plan.time.step_time import step_time
 
 _STEPS = 2
-"""Steps that are replayed: what is reserved is a little less exact than with three, in two thirds of the time."""
+"""Steps that are replayed, of eager ones: what is reserved is a little less exact than with three, in two thirds of the time."""
 
 
 def recorded_prediction(workload: str, config: Mapping[str, Any], *, gpu: str | None) -> dict[str, Any] | None:
