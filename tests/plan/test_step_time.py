@@ -140,6 +140,14 @@ def test_the_slower_of_host_and_device_sets_the_time():
     assert not time_of(model=size("tiny"), context=16, capture="step").host
 
 
+def test_operators_cost_the_host_what_they_cost_today():
+    """Two fused steps that the host limits, measured after their operators became cheaper."""
+    grades, _ = grade_times(Store(ROOT / "results/h200/predicted_again.jsonl").read(), H200)
+    fused = [grade for grade in grades if grade.predicted.config.run.ops == "fused" and grade.predicted.host_bound]
+    assert len(fused) == 2
+    assert all(abs(grade.error) < 0.15 and grade.is_inside for grade in fused)
+
+
 def test_recomputation_costs_a_forward_and_less_where_results_are_kept():
     times = {
         mode: time_of(compile="block", capture="step", recompute=mode)
