@@ -1,16 +1,18 @@
 """The predicted time of a step: its kernels against costs/ and counted launches, its pipeline, its messages, and measured steps."""
 
+import statistics
 from dataclasses import replace
 
 import pytest
 
 from sources import ROOT
+from trainstep.config.machine import machine_spec
 from trainstep.config.model import size
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
 from trainstep.costs.transformer import forward_flops
 from trainstep.plan.step_memory import alone
-from trainstep.plan.time.calibration import shipped
+from trainstep.plan.time.calibration import calibration_for, shipped
 from trainstep.plan.time.grade import CAPTURED, DEVICE, grade_times
 from trainstep.plan.time.interval import ENDS
 from trainstep.plan.time.kernels import Kind
@@ -189,13 +191,23 @@ def test_captured_strategies_take_what_was_measured_within_8_percent(name: str):
     assert max(abs(grade.error) for grade in grades) <= 0.08
 
 
+def test_steps_of_two_gpus_that_were_predicted_first():
+    """`overlapped`, 171 messages of a graph, was predicted 45 % too long; nothing is meant to be further off than 15 %."""
+    own = calibration_for(machine_spec("NVIDIA H100 80GB HBM3"))
+    assert own is not None
+    grades, _ = grade_times(Store(ROOT / "results/h100/predicted_ranks.jsonl").read(), own)
+    assert len(grades) == 13
+    assert statistics.median(abs(grade.error) for grade in grades) <= 0.04
+    assert max(abs(grade.error) for grade in grades) <= 0.15
+
+
 def test_what_waits_for_the_link_is_not_slowed_by_it():
     """fsdp of few tokens waits for gathers: slower kernels beside them add nothing, as they do where kernels take longer."""
     few, many = (
         time_of(ranks=2, sync="fsdp", capture="step", batch_size=count, context=256).messages for count in (1, 64)
     )
     assert few.phases["forward"].time_s < 1.2 * few.sent_s / 3
-    assert 0 < many.phases["forward"].time_s < 0.6 * many.sent_s / 3
+    assert 0 < many.phases["forward"].time_s < 0.75 * many.sent_s / 3
 
 
 def test_sums_of_copies_are_kernels_of_the_ranks():

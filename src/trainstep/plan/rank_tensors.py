@@ -43,7 +43,7 @@ class InUnits(Replicated):
 
     def make_parameters(self) -> None:
         # The module is built first; each unit's parameters are freed when the unit has copied them.
-        whole = {parameter.name: self.live.new(parameter.nbytes, PARAMETERS) for parameter in self.parameters}
+        whole = self.whole_parameters()
         for unit in self.units:
             self.make_unit(unit)
             self.live.drop([whole[parameter.name] for parameter in unit.parameters])

@@ -11,11 +11,11 @@ block first.
     sharded_flat               units are gathered after the update; the next forward waits for each before its blocks
     fsdp                       forward and backward wait for each block's gather, which is sent one block ahead
 
-A message takes what the calibration has for its operation, ranks and bytes; where it has another operation, by the bytes that a
-ring sends (costs/collectives.py). What is hidden slows the kernels beside it: NCCL's own kernels take multiprocessors and memory
-bandwidth, copy engines bandwidth alone. A message slows them for as long as its bytes take at the link's best rate; the rest of its
-time is latency. Kernels that wait for the link anyway lose nothing by it. Buckets and units are flat: gradients are copied into
-them.
+A message takes what the calibration has for its operation, ranks and bytes, in a graph less what a host's call of it costs; where
+it has another operation, by the bytes that a ring sends (costs/collectives.py). What is hidden slows the kernels beside it: NCCL's
+own kernels take multiprocessors and memory bandwidth, copy engines bandwidth alone. A message slows them for as long as its bytes
+take at the link's best rate; the rest of its time is latency. Kernels that wait for the link anyway lose nothing by it. Buckets and
+units are flat: gradients are copied into them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +57,13 @@ _COPIES = {"low_s": 0.75, "time_s": 0.95, "high_s": 1.5}
 copy 392)."""
 _COPIES_SLOW = 0.3
 """Of that share, what copies by copy engines still take."""
+_IN_A_GRAPH = 0.5
+"""Of the shortest message's time, what a message of a graph takes, since no host calls it: 171 messages beside backward, and 124
+broadcasts (captured steps of results/h100/plan_grids_ranks.jsonl and predicted_ranks.jsonl)."""
+_UNIT_S = 65e-6
+"""What each gathered unit adds beside that to the pass that waits for it: the median of ten passes of captured fsdp, 0 to 164 us
+(results/h200/captured_ranks.jsonl, captured_fsdp.jsonl, captured_fsdp_bf16.jsonl, results/h100/plan_grids_ranks.jsonl,
+captured_peers.jsonl); the same by NCCL and by copies, and not explained."""
 _AVERAGING = frozenset(
     {MessageKind.GRADIENTS_AT_ONCE, MessageKind.GRADIENTS_IN_BUCKETS, MessageKind.GRADIENTS_OF_UNITS}
 )
@@ -157,6 +164,7 @@ class _Link:
     def __init__(self, calibration: Calibration, config: RanksConfig) -> None:
         self._curves = calibration.collectives
         self._ranks = config.ranks
+        self._fixed = _IN_A_GRAPH if config.run.capture != "none" else 1.0
         self._known: dict[tuple[str, float], float] = {}
         """Operation and bytes -> seconds; most messages are alike."""
         self._best: dict[str, float] = {}
@@ -187,14 +195,15 @@ class _Link:
 
     def _seconds(self, operation: str, nbytes: float) -> float:
         if (operation, self._ranks) in self._curves:
-            return self._curves[operation, self._ranks][0].seconds(nbytes)
+            curve = self._curves[operation, self._ranks][0]
+            return curve.seconds(nbytes) - (1 - self._fixed) * min(time_s for _, time_s in curve.points)
         known = self._known_key(operation)
         self.guess = f"{operation} of {self._ranks} ranks as {known[0]} of {known[1]}"
         curve = self._curves[known][0]
         fixed_s = min(time_s for _, time_s in curve.points)
         passes = _PASSES.get(operation, 1) / _PASSES.get(known[0], 1)
         sent = float(bus_factor(operation, self._ranks) / bus_factor(*known))
-        return fixed_s * passes + max(0.0, curve.seconds(nbytes) - fixed_s) * sent
+        return self._fixed * fixed_s * passes + max(0.0, curve.seconds(nbytes) - fixed_s) * sent
 
     def _known_key(self, operation: str) -> tuple[str, int]:
         """The operation and ranks of the calibration that are nearest."""
@@ -281,7 +290,7 @@ class _Timeline:
             element_bytes = self._exchange.compute_bytes(unit.parameters[0])
             link_s += self._seconds("all_gather", unit.layout.numel * element_bytes)
             device_s = max(device_s, link_s) + compute_s * count / self._layers
-        return device_s
+        return device_s + (_UNIT_S * len(units) if MessageKind.NEEDED_UNITS in self._kinds else 0.0)
 
     def _reduced(self, compute_s: float, update_s: float) -> float:
         """What messages of gradients add to backward. With an update by bucket each update waits for its message alone."""
@@ -310,7 +319,7 @@ class _Timeline:
             parameters = unit.parameters
             if gathers and 0 < number < len(units) - 1:  # the last block and what is around the blocks stay
                 link_s += self._seconds("all_gather", unit.layout.numel * self._exchange.compute_bytes(parameters[0]))
-                device_s = max(device_s, link_s)
+                device_s = max(device_s, link_s) + _UNIT_S
             device_s += compute_s * sum(parameter.numel for parameter in parameters) / whole
             if unit.trained:
                 message_s = self._seconds(
