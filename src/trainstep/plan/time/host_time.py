@@ -21,8 +21,7 @@ _AROUND_BLOCKS = 40
 _OPERATORS = (Kind.FUSED, Kind.FUSED_COLUMNS)
 _OPERATOR_LAUNCHES = {Phase.FORWARD: 8, Phase.BACKWARD: 6}
 """Launches of plain PyTorch that a kernel of ops/ costs as much as (small and large, 1 x 512, results/h200/predicted_again.jsonl).
-While they made views and changed devices it was twice as much, and is in results/h200/predicted.jsonl and
-results/h100/plan_grids.jsonl."""
+While they made views and changed devices it was twice as much (results/h200/predicted.jsonl)."""
 _SEEN_LAUNCHES = 5
 """Launches that it costs when a mode sees the operators of one kernel (xl, 8 x 1,024, the same file)."""
 
