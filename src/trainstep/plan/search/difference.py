@@ -9,6 +9,7 @@ is beside the kernels, messages and the host, is shared as far as both have the 
 errors count.
 """
 
+import math
 from dataclasses import dataclass
 
 from trainstep.plan.time.step_time import DEVIATIONS, GAPS, MACHINE, StepTime
@@ -67,4 +68,4 @@ def _beside_s(time: StepTime) -> float:
     device = time.device.values()
     low_s = time.step.time_s - time.step.low_s, sum(part.time_s - part.low_s for part in device)
     high_s = time.step.high_s - time.step.time_s, sum(part.high_s - part.time_s for part in device)
-    return max(max(0.0, step_s**2 - device_s**2) ** 0.5 for step_s, device_s in (low_s, high_s))
+    return max(math.sqrt(max(0.0, step_s**2 - device_s**2)) for step_s, device_s in (low_s, high_s))

@@ -18,6 +18,7 @@ messages, a graph's launch and the host err each by itself: an end of the step i
 changes. The host's range is its calibration's.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -262,7 +263,7 @@ def _device(lines: Sequence[Line], phase: str, gap_s: float, calibration: Calibr
 
 def _root(values: Iterable[float]) -> float:
     """The root of the sum of squares: how far independent errors go together."""
-    return sum(value**2 for value in values) ** 0.5
+    return math.hypot(*values)
 
 
 _SOURCES = ("device", "messages", "launch", "host")
