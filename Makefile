@@ -79,11 +79,12 @@ $(AXE): | $(VENV)/ready
 	$(RUN) pip install -q --disable-pip-version-check --no-deps --target $@.part axe-playwright-python==0.1.8
 	@mv $@.part $@
 
+# `make check test` runs the tests of layers once, among the others
 check: $(VENV)/ready
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
-	$(RUN) pytest -q tests/test_layers.py
+	$(if $(filter test,$(MAKECMDGOALS)),,$(RUN) pytest -q tests/test_layers.py)
 
 map: $(VENV)/ready
 	$(VENV)/bin/python scripts/map.py

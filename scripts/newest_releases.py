@@ -2,7 +2,8 @@
 
 It asks the index for the newest release of each package that constraints.txt keeps below a version (torch, triton, ...), puts
 those that the environment lacks into a second environment, which finds all else in the first, and runs mypy and the tests there.
-With --admitted it stays below constraints.txt's bounds, so that a release of tomorrow cannot fail a build of today.
+With --admitted it stays below constraints.txt's bounds, so that a release of tomorrow cannot fail a build of today. If the
+environment of make has those releases, it tests nothing then: `make check test` has tested them.
 
 For Linux the index has torch only as a build for CUDA: 0.5 GB, which links 2.4 GB of NVIDIA's libraries and cannot be imported
 without them. Tests on a CPU call none of them. So only the small ones that torch calls while it is imported are installed. Each of
@@ -59,6 +60,11 @@ def main() -> None:
         if releases[name] != max(offers):
             print(f"The index has {name} {max(offers)}. To test it, raise {name}{bound} in constraints.txt.")
     missing = {name: version for name, version in releases.items() if installed(name) != version.public}
+    if admitted and not missing and not words:
+        print(
+            "The environment has the newest releases that constraints.txt admits: make check and make test test them."
+        )
+        return
     test(install(Path(outer), missing) / "bin" / "python" if missing else Path(sys.executable), words)
 
 

@@ -1,7 +1,8 @@
 """Random attention problems, and the check of an implementation against references: algorithm, interpreter and GPU alike."""
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,34 @@ def random_case(seed: int, *, longest: int, dtypes: list[torch.dtype], most_pair
         )
         if case.pairs <= most_pairs:
             return case
+
+
+def covering(cases: Iterable[Case]) -> list[Case]:
+    """Those of the cases, in order, that have a pair of properties (layout, mask, which is longer...) that none before has."""
+    seen: set[tuple[Any, ...]] = set()
+    taken = []
+    for case in cases:
+        pairs = set(itertools.combinations(_properties(case).items(), 2))
+        if not pairs <= seen:
+            seen |= pairs
+            taken.append(case)
+    return taken
+
+
+def _properties(case: Case) -> dict[str, Any]:
+    tile = 64
+    return {
+        "dtype": case.dtype,
+        "mask": (case.causal, case.causal and case.alignment),
+        "strided": case.strided,
+        "batch": case.batch > 1,
+        "heads": (case.heads > 1, case.heads // case.key_heads),
+        "width": next((width for width in (32, 64, 80, 96, 128) if case.head_dim <= width), 256),
+        "longer": (case.queries > case.keys) - (case.queries < case.keys),
+        "queries": (case.queries > tile, case.queries % tile == 0),
+        "keys": (case.keys > tile, case.keys % tile == 0),
+        "late": case.seed % 3,  # by which the emulator's order is chosen
+    }
 
 
 def check(attend: Attend, case: Case, *, device: str = "cpu", times: int = 2, strict: Sequence[str] = ()) -> None:

@@ -14,13 +14,14 @@ def targets() -> set[str]:
 
 
 def recipe(target: str) -> list[str]:
-    """The commands of a target, with the variables of the Makefile substituted."""
+    """The commands of a target made alone, with the variables of the Makefile substituted."""
     block = re.search(rf"(?m)^{target}:.*\n((?:\t.*\n)+)", _TEXT)
     assert block, f"the Makefile has no recipe for {target}"
     return [_written_out(line.strip()) for line in block[1].splitlines()]
 
 
 def _written_out(line: str) -> str:
+    line = re.sub(r"^\$\(if \$\(filter .*?\)\),,(.*)\)$", r"\1", line)  # `$(if other targets,,command)`
     while "$(" in (before := line):
         line = re.sub(r"\$\((\w+)\)", lambda name: _VARIABLES.get(name[1], name[0]), line)
         if line == before:

@@ -200,6 +200,28 @@ def test_an_interrupted_installation_leaves_no_folder(script, monkeypatch, tmp_p
     assert "Installing torch==2.15.0 numpy==2.5" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "newest", "tested"),
+    [
+        (["--admitted"], "2.13.0", False),
+        (["--admitted", "-x"], "2.13.0", True),
+        ([], "2.13.0", True),
+        (["--admitted"], "2.14.0", True),
+    ],
+)
+def test_what_make_test_has_tested_is_not_tested_again(script, monkeypatch, options, newest, tested):
+    calls: list[list[str]] = []
+    monkeypatch.setattr(script.sys, "argv", ["newest_releases.py", ".venv", *options])
+    monkeypatch.setattr(script, "offered", lambda name: [Version(newest)])
+    monkeypatch.setattr(script, "pip_allows", lambda name: "")
+    monkeypatch.setattr(script, "newest", lambda name, versions, bound: max(versions))
+    monkeypatch.setattr(script, "installed", lambda name: "2.13.0")
+    monkeypatch.setattr(script, "install", lambda outer, releases: Path("newest"))
+    monkeypatch.setattr(script, "test", lambda python, words: calls.append(words))
+    script.main()
+    assert bool(calls) == tested
+
+
 def test_what_a_release_can_fail_is_tested_and_what_reads_words_is_not(script):
     files = script.tests_of_torch()
     rooms = {path.split("/")[1] for path in files if path.count("/") > 1}
