@@ -167,10 +167,13 @@ def _run_on_nodes(words: Sequence[str], launch: "Launch") -> int:
     from trainstep.measure.harness.node_meeting import meet_nodes, serve_node
 
     if launch.node:
-        return serve_node(launch)
-    nodes, code = meet_nodes(launch), 2
+        return serve_node(launch, words=words)
+    nodes, code = meet_nodes(launch, words=words), 2
     try:
         code = _run_verb(words, nodes)
+    except KeyboardInterrupt:
+        code = 130
+        raise
     finally:
         nodes.end(code)
     return code

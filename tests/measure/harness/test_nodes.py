@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -17,7 +18,7 @@ from ranks import free_port
 from record_maker import ENVIRONMENT
 from trainstep.config.grid import Cell
 from trainstep.measure.harness import node_meeting
-from trainstep.measure.harness.node_agent import Agent
+from trainstep.measure.harness.node_agent import LOST, Agent
 from trainstep.measure.harness.node_meeting import _introduce, _welcomed, meet_nodes
 from trainstep.measure.harness.nodes import Lines, Node, NodeLost, Nodes
 from trainstep.measure.harness.rank_connection import RankConnection, connect, joined_ranks, merged_findings
@@ -144,7 +145,7 @@ def test_nodes_of_one_name_are_told_apart(two: tuple[Nodes, socket.socket, list[
 def test_both_sides_prove_that_they_know_the_token(token: str, known: bool):
     driver_end, agent_end = map(Lines, socket.socketpair())
     launch = Launch(rank=2, world_size=4, local_rank=0, local_size=2, address="n1", port=1, nodes=2, node=1)
-    welcomed: list[Node | None] = []
+    welcomed: list[Node | str | None] = []
     driver = threading.Thread(target=lambda: welcomed.append(_welcomed(driver_end, "secret")))
     driver.start()
     if known:
@@ -153,7 +154,49 @@ def test_both_sides_prove_that_they_know_the_token(token: str, known: bool):
         with pytest.raises(ValueError, match=r"^TRAINSTEP_TOKEN: the first node and this one do not have the same"):
             _introduce(agent_end, launch, token)
     driver.join()
-    assert [node.number if node else None for node in welcomed] == [1 if known else None]
+    assert [node.number if isinstance(node, Node) else node for node in welcomed] == [1 if known else None]
+
+
+def met(words: list[str], *, lacks: str | None = None) -> tuple[Node | str | None, list[dict[str, object]]]:
+    """What a driver of `bench` makes of a node with these words, whose environment lacks a field; and what the node was told."""
+    driver_end, agent_end = map(Lines, socket.socketpair())
+    launch = Launch(rank=2, world_size=4, local_rank=0, local_size=2, address="n1", port=1, nodes=2, node=1)
+    welcomed: list[Node | str | None] = []
+    driver = threading.Thread(target=lambda: welcomed.append(_welcomed(driver_end, "secret", ["bench"])))
+    driver.start()
+    own = dataclasses.asdict(ENVIRONMENT)
+    with patch("dataclasses.asdict", lambda _: {k: v for k, v in own.items() if k != lacks}):
+        _introduce(agent_end, launch, "secret", words)
+    driver.join()
+    driver_end.close()
+    return welcomed[0], list(agent_end)
+
+
+def test_a_node_that_is_not_alike_ends_the_meeting_with_its_name():
+    node, _ = met(["bench"])
+    assert isinstance(node, Node)
+    reason, told = met(["parallel", "--ranks", "4"])
+    assert isinstance(reason, str)
+    assert "runs another command than" in reason
+    assert "`trainstep parallel --ranks 4`; start the same on every node" in reason
+    assert told == [{"do": "end", "code": 2}]
+    reason, told = met(["bench"], lacks="driver")
+    assert isinstance(reason, str)
+    assert "has another trainstep than" in reason
+    assert told == [{"do": "end", "code": 2}]
+
+
+def test_a_drivers_code_of_failed_cells_is_no_loss_of_it():
+    for code in (0, LOST):
+        driver_end, agent_end = map(Lines, socket.socketpair())
+        agent = Agent(agent_end)
+        driver_end.send(do="end", code=code)
+        driver_end.end_writing()
+        assert (agent.serve(), agent.lost_driver) == (code, False)
+    driver_end, agent_end = map(Lines, socket.socketpair())
+    agent = Agent(agent_end)
+    driver_end.close()
+    assert (agent.serve(), agent.lost_driver) == (LOST, True)
 
 
 def a_launch(port: int, hosts: tuple[str, ...] = ()) -> Launch:

@@ -110,6 +110,14 @@ def test_failures_are_results_until_they_are_retried(store: Store):
     assert len(executor.ran) == 3
 
 
+def test_what_a_node_lost_is_measured_again(store: Store):
+    record = record_of(CELLS[0], "crash")
+    lost = replace(record.failure, message="rank 1 (n2): node n2 was lost in steps")
+    store.append(replace(record, failure=lost))
+    store.append(record_of(CELLS[1], "crash"))
+    assert pending([[cell] for cell in CELLS[:2]], store) == [[CELLS[0]]]
+
+
 def test_an_incomplete_compared_group_runs_as_a_whole(store: Store):
     groups = [CELLS[:2], CELLS[2:4]]
     for cell in CELLS[:3]:

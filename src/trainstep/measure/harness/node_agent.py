@@ -25,13 +25,16 @@ class Agent:
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
         self._processes: dict[str, _Process] = {}
+        self.lost_driver = False
 
     def serve(self) -> int:
+        """The exit code that the driver gives at its end; LOST if it goes without one."""
         try:
             for line in self._lines:
                 if line["do"] == "end":
                     return int(line["code"])
                 self._obey(line)
+            self.lost_driver = True
             return LOST
         finally:
             for process in self._processes.values():

@@ -13,17 +13,18 @@ import hmac
 import os
 import queue
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from trainstep.config.import_path import python_command
-from trainstep.measure.harness.node_agent import LOST, Agent
+from trainstep.measure.harness.node_agent import Agent
 from trainstep.measure.harness.nodes import Lines, Node, Nodes, node_name
 from trainstep.measure.harness.rank_connection import free_port
 from trainstep.measure.machine.environment import environment
@@ -40,10 +41,13 @@ _END_S = 15.0
 _KEY = "trainstep nodes"
 
 
-def meet_nodes(launch: Launch, *, timeout_s: float = MEETING_S, token: str | None = None) -> Nodes:
-    """Wait for the agents of a launch's other nodes. ValueError, naming them, for nodes that do not come in time.
+def meet_nodes(
+    launch: Launch, *, timeout_s: float = MEETING_S, token: str | None = None, words: Sequence[str] | None = None
+) -> Nodes:
+    """Wait for the agents of a launch's other nodes. ValueError, naming them, for nodes that do not come in time, have another
+    trainstep, or run another command.
 
-    `token`: a secret that the agents have in TRAINSTEP_TOKEN; by default this process's own.
+    `token`: a secret that the agents have in TRAINSTEP_TOKEN; by default this process's own. `words`: this node's command.
     """
     own_token = token or os.environ.get("TRAINSTEP_TOKEN")
     token = own_token or secrets.token_hex(16)
@@ -52,17 +56,21 @@ def meet_nodes(launch: Launch, *, timeout_s: float = MEETING_S, token: str | Non
     came: dict[int, Node] = {}
     with listen(launch.address) as listener:
         store.set(_store_key(), f"{listener.getsockname()[1]} {'' if own_token else token}")
-        arrivals = queue.SimpleQueue[Node]()
-        threading.Thread(target=_welcome_all, args=(listener, token, arrivals), daemon=True).start()
+        door = _Door(token, words)
+        threading.Thread(target=door.welcome_all, args=(listener,), daemon=True).start()
         try:
             while len(came) < launch.nodes - 1:
-                arrived = arrivals.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+                arrived = door.arrivals.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+                if isinstance(arrived, str):
+                    raise ValueError(arrived)
                 if 0 < arrived.number < launch.nodes and arrived.number not in came:
                     came[arrived.number] = arrived
-        except queue.Empty:
+        except (queue.Empty, ValueError) as error:
             for node in came.values():
                 node.end(2)
-            raise ValueError(_absent(launch, came, timeout_s)) from None
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(_absent(launch, came, timeout_s) + door.refused_words()) from None
         finally:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, which closing would not
@@ -70,8 +78,11 @@ def meet_nodes(launch: Launch, *, timeout_s: float = MEETING_S, token: str | Non
     return Nodes(here=node_name(), address=launch.address, others=others, tasks=launch.world_size)
 
 
-def serve_node(launch: Launch, *, timeout_s: float = MEETING_S) -> int:
-    """Be this node's agent until the driver ends; returns the driver's exit code. ValueError if the driver is not there."""
+def serve_node(launch: Launch, *, timeout_s: float = MEETING_S, words: Sequence[str] | None = None) -> int:
+    """Be this node's agent until the driver ends; returns the driver's exit code. ValueError if the driver is not there.
+
+    `words`: this node's command, which must be the driver's.
+    """
     where = f"the first node, at {launch.address}"
     try:
         port, _, stored_token = open_store(launch, timeout_s).get(_store_key()).decode().partition(" ")
@@ -80,10 +91,11 @@ def serve_node(launch: Launch, *, timeout_s: float = MEETING_S) -> int:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"nodes: {where}, did not come within {timeout_s:g} s ({reason})") from None
     lines = Lines(peer)
-    name = _introduce(lines, launch, os.environ.get("TRAINSTEP_TOKEN") or stored_token)
+    name = _introduce(lines, launch, os.environ.get("TRAINSTEP_TOKEN") or stored_token, words)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver says when it ends
-    code = Agent(lines).serve()
-    if code == LOST:
+    agent = Agent(lines)
+    code = agent.serve()
+    if agent.lost_driver:
         print(
             f"trainstep: nodes: the first node, {name}, is lost; start the launch again with all its nodes",
             file=sys.stderr,
@@ -151,23 +163,39 @@ def _store_key() -> str:
     return f"{_KEY} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _welcome_all(listener: socket.socket, token: str, arrivals: "queue.SimpleQueue[Node]") -> None:
-    """Welcome whoever comes, each in a thread, so that a stranger holds nobody up; until the listener is closed."""
+class _Door:
+    """Where the driver welcomes nodes. `arrivals`: nodes, or why the launch must end, a sentence."""
 
-    def welcome(peer: socket.socket) -> None:
-        if (node := _welcomed(Lines(peer), token)) is not None:
-            arrivals.put(node)
+    def __init__(self, token: str, words: Sequence[str] | None) -> None:
+        self._token, self._words = token, None if words is None else list(words)
+        self.arrivals: queue.SimpleQueue[Node | str] = queue.SimpleQueue()
+        self._refused = 0
 
-    while True:
-        try:
-            peer, _ = listener.accept()
-        except OSError:
-            return
-        threading.Thread(target=welcome, args=(peer,), daemon=True).start()
+    def welcome_all(self, listener: socket.socket) -> None:
+        """Welcome whoever comes, each in a thread, so that a stranger holds nobody up; until the listener is closed."""
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._welcome, args=(Lines(peer),), daemon=True).start()
+
+    def refused_words(self) -> str:
+        """What to add to a sentence about absent nodes."""
+        if not self._refused:
+            return ""
+        return f"; {self._refused} that came did not know the token: set TRAINSTEP_TOKEN alike on every node"
+
+    def _welcome(self, lines: Lines) -> None:
+        arrived = _welcomed(lines, self._token, self._words)
+        if arrived is None:
+            self._refused += 1
+        else:
+            self.arrivals.put(arrived)
 
 
-def _welcomed(lines: Lines, token: str) -> Node | None:
-    """The node at the other end; None if it does not prove in time that it knows the token."""
+def _welcomed(lines: Lines, token: str, words: Sequence[str] | None = None) -> Node | str | None:
+    """The node at the other end; None if it does not prove in time that it knows the token; a sentence if it is not alike."""
     challenge = secrets.token_hex(16)
     lines.send(challenge=challenge)
     hello = lines.receive_hello(_HELLO_S) or {}
@@ -179,7 +207,18 @@ def _welcomed(lines: Lines, token: str) -> Node | None:
         lines.close()
         return None
     lines.send(proof=proof(token, str(hello["challenge"]), "driver"), name=node_name())
-    return Node(int(hello["node"]), str(hello["name"]), Environment(**hello["environment"]), lines)
+    number, name, seen, theirs = int(hello["node"]), str(hello["name"]), hello["environment"], hello.get("words")
+    if set(seen) != {field.name for field in dataclasses.fields(Environment)}:
+        reason = f"has another trainstep than {node_name()}; install the same on every node"
+    elif theirs is not None and words is not None and theirs != list(words):
+        reason = (
+            f"runs another command than {node_name()}, `trainstep {shlex.join(theirs)}`; start the same on every node"
+        )
+    else:
+        return Node(number, name, Environment(**seen), lines)
+    lines.send(do="end", code=2)
+    lines.end_writing()
+    return f"nodes: {name} {reason}"
 
 
 def _absent(launch: Launch, came: Mapping[int, Node], timeout_s: float) -> str:
@@ -192,7 +231,7 @@ def _absent(launch: Launch, came: Mapping[int, Node], timeout_s: float) -> str:
     )
 
 
-def _introduce(lines: Lines, launch: Launch, token: str) -> str:
+def _introduce(lines: Lines, launch: Launch, token: str, words: Sequence[str] | None = None) -> str:
     """Prove that this node knows the token, and check that the driver does; returns the name of the driver's node."""
     challenge = secrets.token_hex(16)
     asked = lines.receive(_HELLO_S) or {}
@@ -200,6 +239,7 @@ def _introduce(lines: Lines, launch: Launch, token: str) -> str:
         node=launch.node,
         name=node_name(),
         environment=dataclasses.asdict(environment(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))),
+        words=None if words is None else list(words),
         challenge=challenge,
         proof=proof(token, str(asked.get("challenge")), "node"),
     )

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trainstep.config.grid import Cell, group_name
+from trainstep.measure.harness.connection import WAS_LOST
 from trainstep.measure.harness.runner import with_facts
 from trainstep.measure.machine.environment import environment
 from trainstep.records.record import Environment, Record
@@ -50,7 +51,9 @@ def pending(groups: Sequence[Sequence[Cell]], store: Store, *, retry_failed: boo
 
 def is_done(record: Record, *, retry_failed: bool) -> bool:
     """Whether the record's cell need not be measured again."""
-    return record.failure is None or record.failure.kind in _RESULTS or not retry_failed
+    if record.failure is None or record.failure.kind in _RESULTS:
+        return True
+    return not retry_failed and WAS_LOST not in record.failure.message  # what a node lost, another start may measure
 
 
 def run_sweep(
