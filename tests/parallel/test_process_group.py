@@ -15,10 +15,11 @@ import torch
 from cell_maker import import_path
 from ranks import free_port
 from slurm_cluster import SlurmCluster
+from trainstep.parallel.launch import Launch
 from trainstep.parallel.liveness.desk import Desk
 from trainstep.parallel.liveness.link import LOOPBACK, Link, listen
 from trainstep.parallel.liveness.watch import LEFT, Watch
-from trainstep.parallel.process_group import start_ranks, stop_ranks
+from trainstep.parallel.process_group import open_store, start_ranks, stop_ranks
 
 PROGRAM = """
 import os
@@ -146,6 +147,17 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in {**defaults, **variables}.items():
         monkeypatch.setenv(name, str(value))
+
+
+def test_a_stranger_at_the_port_is_not_waited_for():
+    """It takes connections and says nothing, for which torch's store would wait without a limit."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        launch = Launch(
+            rank=1, world_size=2, local_rank=0, local_size=1, address="127.0.0.1", port=port, nodes=2, node=1
+        )
+        with pytest.raises(ConnectionError, match=f"127.0.0.1:{port}: what listens there gave no answer in 0.5 s"):
+            open_store(launch, 0.5)
 
 
 def test_a_single_rank_needs_no_watch(monkeypatch: pytest.MonkeyPatch):

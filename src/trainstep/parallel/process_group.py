@@ -19,6 +19,7 @@ import errno
 import functools
 import gc
 import os
+import queue
 import socket
 import threading
 import time
@@ -162,10 +163,33 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
     _wait_for_listener(address, launch.port, timeout_s)
     # All tries together take at most timeout_s: rank 0 may have died since it was seen to listen.
     timeout_of_try = timedelta(seconds=min(timeout_s / _STORE_TRIES, _LONGEST_CONNECT_S))
-    # The store does not wait for the other ranks: the watch does, and sees which rank dies meanwhile.
-    store = TCPStore(address, launch.port, timeout=timeout_of_try, wait_for_workers=False)
+    store = _opened(address, launch.port, timeout_of_try, timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
+
+
+def _opened(address: str, port: int, timeout_of_try: timedelta, timeout_s: float) -> Store:
+    """The store that listens there. ConnectionError for a process that takes connections and is no store."""
+    opened: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+
+    def open_it() -> None:
+        try:
+            # The store does not wait for the other ranks: the watch does, and sees which rank dies meanwhile.
+            opened.put(TCPStore(address, port, timeout=timeout_of_try, wait_for_workers=False))
+        except (RuntimeError, ValueError) as error:  # raised by whoever waits
+            opened.put(error)
+
+    # In a thread, because torch waits for the first answer without a time limit.
+    threading.Thread(target=open_it, daemon=True).start()
+    try:
+        found = opened.get(timeout=timeout_s)
+    except queue.Empty:
+        raise ConnectionError(
+            f"{address}:{port}: what listens there gave no answer in {timeout_s:g} s, so it is no store; set another MASTER_PORT"
+        ) from None
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _store(launch: Launch, timeout_s: float) -> Store:

@@ -253,7 +253,7 @@ TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "collective": _COLLECTIVE,
     "parallel": _PARALLEL | _LOSSES,
     "memory": _MEMORY,
-    "profile": _PROFILE | _RECOMPUTATION,
+    "profile": _PROFILE | _RECOMPUTATION | _LOSSES,
     "numerics": _NUMERICS,
     "attention_tiles": _TILES,
     "run": _PROFILE | _RUN,
