@@ -213,3 +213,18 @@ def test_wrong_options_of_nodes_are_refused(
     arguments: list[str], sentence: str, refused: Callable[[Sequence[str], str], None]
 ):
     refused(["collectives", *arguments], sentence)
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "gpus", "backend"),
+    [
+        ("cuda", [2], 1, "nccl"),
+        ("cuda", [1], 1, "gloo"),
+        ("cuda", [1], 2, "nccl"),
+        ("cpu", [2], 0, "gloo"),
+    ],
+)
+def test_gpus_of_several_nodes_send_by_nccl(device: str, nodes: list[int], gpus: int, backend: str):
+    """Also where each node has one GPU."""
+    here = dataclasses.replace(ENVIRONMENT, gpu_count=gpus)
+    assert collectives._with_defaults({"nodes": nodes, "ranks": [2]}, [], device, here)["backend"] == [backend]

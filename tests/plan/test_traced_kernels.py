@@ -8,6 +8,7 @@ from trainstep.config.machine import machine_spec
 from trainstep.config.model import UserModel, size
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
+from trainstep.costs.attention import attention_flops
 from trainstep.costs.traced_step import TracedStep, Work
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration, calibration_for
@@ -87,16 +88,22 @@ def test_the_losses_other_kernels_are_in_log_softmax():
 
 
 def test_attention_of_another_shape_counts_by_its_flops():
+    unit = attention_flops(2 * 4, 64, 64, 16, causal=True)
     own = {"op": "_scaled_dot_product_flash_attention", "kind": "attention", "shape": (2, 4, 4, 64, 64, 16)}
     kernels = traced_kernels(
         traced(
-            work(**own, flops=100, causal=True, times=5),
-            work(**own, flops=200, times=2),
-            work(**{**own, "shape": (2, 4, 4, 128, 128, 16)}, flops=400, causal=True),
+            work(**own, flops=unit, causal=True, times=5),
+            work(**own, flops=2 * unit, times=2),
+            work(**{**own, "shape": (2, 4, 4, 128, 128, 16)}, flops=4 * unit, causal=True),
+            # A frozen part has no backward, so the first shape is in forward alone.
+            work(
+                **{**own, "op": f"{own['op']}_backward", "shape": (2, 4, 4, 32, 32, 16)}, phase="backward", flops=unit
+            ),
         ),
         run_of(),
     )
     assert [kernel.count for kernel in kernels.forward] == [5, 4, 4]
+    assert [kernel.kind for kernel in kernels.backward] == [Kind.ATTENTION_BACKWARD]
     assert {kernel.kind for kernel in kernels.forward} == {Kind.ATTENTION_FORWARD}
     assert {name: kernels.symbols[name] for name in "BHSD"} == {"B": 2, "H": 4, "S": 64, "D": 16}
 

@@ -211,9 +211,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, which has no memory of its own; any other tensor itself."""
-    to_local = getattr(
-        tensor, "to_local", None
-    )  # not isinstance, which would import torch.distributed.tensor: a second
+    # Not by isinstance: the import of torch.distributed.tensor takes a second.
+    to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 

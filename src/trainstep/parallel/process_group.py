@@ -155,6 +155,10 @@ def _rank_0_expected(launch: Launch, timeout_s: float) -> Iterator[None]:
         warning.cancel()
 
 
+_AFTER_TRIES_S = 1.0
+"""How much longer the store is waited for than its tries take, so that its own error comes first."""
+
+
 def open_store(launch: Launch, timeout_s: float) -> Store:
     """The launch's key-value store, which rank 0 serves unless the launcher does. ConnectionError where rank 0 does not come."""
     address = _store_address(launch)
@@ -182,7 +186,7 @@ def _opened(address: str, port: int, timeout_of_try: timedelta, timeout_s: float
     # In a thread, because torch waits for the first answer without a time limit.
     threading.Thread(target=open_it, daemon=True).start()
     try:
-        found = opened.get(timeout=timeout_s)
+        found = opened.get(timeout=timeout_s + _AFTER_TRIES_S)
     except queue.Empty:
         raise ConnectionError(
             f"{address}:{port}: what listens there gave no answer in {timeout_s:g} s, so it is no store; set another MASTER_PORT"

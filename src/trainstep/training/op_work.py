@@ -88,9 +88,8 @@ def _arithmetic(
         a, b = args[_PRODUCTS[func] :][:2]
         batch, (m, k), n = (a.shape[0] if a.dim() == 3 else 1), a.shape[-2:], b.shape[-1]
         return "matmul", (batch, m, n, k), 2 * batch * m * n * k, False
-    if (
-        name == _FUSED_HEADS[0]
-    ):  # logits, and their gradients' products with the weight and with the input, all in forward
+    if name == _FUSED_HEADS[0]:
+        # Forward has the logits, and the products of their gradient with the weight and with the input.
         hidden, weight = args[:2]
         tokens, (vocabulary, width) = hidden.shape[:-1].numel(), weight.shape
         return "matmul", (3, tokens, vocabulary, width), 6 * tokens * vocabulary * width, False

@@ -60,17 +60,17 @@ def meet_nodes(
         threading.Thread(target=door.welcome_all, args=(listener,), daemon=True).start()
         try:
             while len(came) < launch.nodes - 1:
-                arrived = door.arrivals.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+                arrived = door.next_arrival(deadline_s)
+                if arrived is None:
+                    raise ValueError(_absent(launch, came, timeout_s) + door.refused_words())
                 if isinstance(arrived, str):
                     raise ValueError(arrived)
                 if 0 < arrived.number < launch.nodes and arrived.number not in came:
                     came[arrived.number] = arrived
-        except (queue.Empty, ValueError) as error:
+        except ValueError:
             for node in came.values():
                 node.end(2)
-            if isinstance(error, ValueError):
-                raise
-            raise ValueError(_absent(launch, came, timeout_s) + door.refused_words()) from None
+            raise
         finally:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, which closing would not
@@ -164,11 +164,11 @@ def _store_key() -> str:
 
 
 class _Door:
-    """Where the driver welcomes nodes. `arrivals`: nodes, or why the launch must end, a sentence."""
+    """Where the driver welcomes nodes."""
 
     def __init__(self, token: str, words: Sequence[str] | None) -> None:
         self._token, self._words = token, None if words is None else list(words)
-        self.arrivals: queue.SimpleQueue[Node | str] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[Node | str] = queue.SimpleQueue()
         self._refused = 0
 
     def welcome_all(self, listener: socket.socket) -> None:
@@ -179,6 +179,13 @@ class _Door:
             except OSError:
                 return
             threading.Thread(target=self._welcome, args=(Lines(peer),), daemon=True).start()
+
+    def next_arrival(self, deadline_s: float) -> Node | str | None:
+        """The next node; a sentence where one is not alike, which ends the launch; None if nobody comes before the deadline."""
+        try:
+            return self._arrivals.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+        except queue.Empty:
+            return None
 
     def refused_words(self) -> str:
         """What to add to a sentence about absent nodes."""
@@ -191,7 +198,7 @@ class _Door:
         if arrived is None:
             self._refused += 1
         else:
-            self.arrivals.put(arrived)
+            self._arrivals.put(arrived)
 
 
 def _welcomed(lines: Lines, token: str, words: Sequence[str] | None = None) -> Node | str | None:

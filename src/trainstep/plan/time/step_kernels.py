@@ -69,13 +69,16 @@ def step_kernels(
     return StepKernels(
         forward=(*(replace(kernel, count=layers * kernel.count) for kernel in block.forward), *forward),
         backward=(
-            *(replace(kernel, count=layers * kernel.count) for kernel in block.backward), *again, *backward, *own.backward
+            *(replace(kernel, count=layers * kernel.count) for kernel in block.backward),
+            *again,
+            *backward,
+            *own.backward,
         ),
         added=own.added,
         optimizer=own.optimizer,
         symbols={**symbols_of(run), "D": model.head_dim, **own.symbols},
         tensors=len(parameters),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,6 @@ def parameter_kernels(
     updated_share: float = 1.0,
     copies_gradients: bool = False,
     summing_ranks: int = 0,
-    compute: RunConfig | None = None,
 ) -> ParameterKernels:
     """The kernels over `numel` parameters in so many tensors. The options are those of step_kernels."""
     weight, backward = widths_of(run).weight, list[Kernel]()

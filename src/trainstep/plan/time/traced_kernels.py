@@ -4,7 +4,7 @@ Of what only moves bytes the operator's name chooses the kind, or else whether i
 is not vectorised, so that it takes as long for 16 bits as for 32. Log-softmax and the loss are one kind, timed together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from trainstep.config.machine import matmul_dtype
 from trainstep.config.parallel import RanksConfig
 from trainstep.config.run import Phase, RunConfig
+from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.costs.traced_step import TracedStep, Work
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.kernels import Kernel, Kind, matmul, traffic
@@ -63,11 +64,17 @@ def traced_time(
     return step_time(config, calibration, kernels_of=partial(traced_kernels, traced))
 
 
-def traced_kernels(traced: TracedStep, run: RunConfig, **options: Any) -> StepKernels:
-    """The kernels of a traced micro-batch, and of the update of its parameters. `options`: as of step_kernels."""
+def traced_kernels(
+    traced: TracedStep, run: RunConfig, *, compute: RunConfig | None = None, **options: Any
+) -> StepKernels:
+    """The kernels of a traced micro-batch, and of the update of its parameters. `options`: as of step_kernels.
+
+    `compute` is the run that was traced, so it says nothing more.
+    """
     numel = sum(parameter.numel for parameter in traced.parameters if parameter.trained)
     tensors = sum(parameter.trained for parameter in traced.parameters)
-    symbols, unit_flops = _attention_symbols(traced)
+    symbols = _attention_symbols(traced)
+    unit_flops = _causal_flops(symbols)
     own = parameter_kernels(run, numel, tensors, **options)
     passes = {
         phase: tuple(
@@ -88,7 +95,7 @@ def traced_kernels(traced: TracedStep, run: RunConfig, **options: Any) -> StepKe
     )
 
 
-def _kernels(work: Work, run: RunConfig, unit_flops: dict[Kind, int]) -> Iterator[Kernel]:
+def _kernels(work: Work, run: RunConfig, unit_flops: Mapping[Kind, int]) -> Iterator[Kernel]:
     if work.kind == "matmul":
         batch, m, n, k = work.shape
         shape = f"{m} / {n} / {k}" if batch == 1 else f"{m} / {n} / {k} x {batch}"
@@ -132,15 +139,21 @@ def _implementation(op: str) -> str:
     return "sdpa" if op.startswith("_scaled_dot_product") else "trainstep"
 
 
-def _attention_symbols(traced: TracedStep) -> tuple[dict[str, int], dict[Kind, int]]:
-    """The shape of the first attention, and by direction the FLOPs of one causal call of it: others count as parts or multiples."""
+def _attention_symbols(traced: TracedStep) -> dict[str, int]:
+    """The shape of the first attention; nothing without attention."""
     first = next((work for work in traced.work if work.kind == "attention"), None)
     if first is None:
-        return {}, {}
+        return {}
     batch, heads, _, queries, keys, width = first.shape
-    unit: dict[Kind, int] = {}
-    for work in traced.work:
-        if work.kind == "attention" and work.shape == first.shape:
-            unit.setdefault(_attention_kind(work), work.flops if work.causal else work.flops // 2)
-    side = round((queries * keys) ** 0.5)
-    return {"B": batch, "H": heads, "S": side, "D": width}, unit
+    return {"B": batch, "H": heads, "S": round((queries * keys) ** 0.5), "D": width}
+
+
+def _causal_flops(symbols: Mapping[str, int]) -> dict[Kind, int]:
+    """The FLOPs of one causal attention of that shape: other masks and shapes count as parts or multiples of it."""
+    if not symbols:
+        return {}
+    shape = symbols["B"] * symbols["H"], symbols["S"], symbols["S"], symbols["D"]
+    return {
+        Kind.ATTENTION_FORWARD: attention_flops(*shape, causal=True),
+        Kind.ATTENTION_BACKWARD: attention_backward_flops(*shape, causal=True),
+    }

@@ -103,7 +103,7 @@ def test_heads_narrower_than_their_tile(head_dim: int):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_random_cases():
-    """Of the cases among 600 that the kernels support, those that together have every pair of properties."""
+    """Every pair of properties that a supported case among 600 has, in as few cases as it takes."""
     supported = []
     for seed in range(600):
         case = random_case(seed, longest=700, dtypes=[torch.bfloat16, torch.float16], most_pairs=2e6)
