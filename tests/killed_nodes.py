@@ -94,14 +94,14 @@ def kill_a_node(kind: str, seed: int, most_s: float, folder: Path) -> Killed:
     assert wait_until(lambda: not marked(mark)), "a process is left"
     found = store.read() if store.path.exists() else []
     assert found[: len(before)] == before, "a finished cell was lost"
-    failures = [record.failure.message for record in found if record.failure is not None]
-    said = "" if was_over or code == 0 else _naming_line(victim, err, failures)
+    failures = [record.failure for record in found if record.failure is not None]
+    said = "" if was_over or code == 0 else _naming_line(victim, err, [failure.message for failure in failures])
     if code != 0:
         assert said, f"the node is not named: {err}{failures}"
         assert ended_s < MOST_S + 15, (
             f"it took {ended_s:.0f} s"
         )  # a meeting's time-out of 60 s, and the start of Python
-    run_to_the_end(kind, folder, mark=f"{mark}again", failed=len(failures))
+    run_to_the_end(kind, folder, mark=f"{mark}again", failed=sum(failure.kind != "node_lost" for failure in failures))
     latest = Store(store.path).latest()
     assert len(latest) == CELLS[kind]
     assert all(latest[record.key] == record for record in found if record.failure is None), "a finished cell ran again"
@@ -109,7 +109,8 @@ def kill_a_node(kind: str, seed: int, most_s: float, folder: Path) -> Killed:
 
 
 def run_to_the_end(kind: str, folder: Path, *, mark: str, failed: int = 0) -> None:
-    """Run the command on both nodes; it continues what is there. `failed`: cells that a kill failed, which a sweep runs again."""
+    """Run the command on both nodes; it continues what is there. `failed`: cells that failed, unless with their
+    node: those run again; others only in a sweep."""
     (folder / "it.toml").write_text(SWEEP)
     retries = ["--retry-failed"] if kind == "sweep" else []
     expected = 3 if failed and not retries else 0

@@ -33,7 +33,7 @@ UNFINISHED = 4
 """The exit code if the budget ended before all cells had run."""
 FAULTED = 3
 """The exit code if a cell ended with one of `_FAULTS`."""
-_FAULTS = ("crash", "timeout", "import_error", "divergence")
+_FAULTS = ("crash", "timeout", "import_error", "divergence", "node_lost")
 
 
 def measure_grid(

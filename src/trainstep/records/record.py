@@ -22,9 +22,9 @@ from trainstep.records.tables import wrong_table
 Kind = TypeVar("Kind")
 
 FORMAT = 1
-FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error", "unsupported", "divergence")
+FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error", "unsupported", "divergence", "node_lost")
 """`unsupported`: refused before it ran, as it always would be; this is not an error. `divergence`: replicas that should be equal
-differ."""
+differ. `node_lost`: the cell did nothing wrong, and is measured again where the node is there again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ def test_a_lost_node_is_named_and_needed_no_more(two: tuple[Nodes, socket.socket
     finally:
         connection.close()
     assert record.failure is not None
-    assert record.failure.kind == "crash"
+    assert record.failure.kind == "node_lost"
     assert record.failure.message.startswith("rank 1 (n2): node n2 was lost in ")
     with pytest.raises(NodeLost, match=r"^nodes: n2 is lost; start the launch again"):
         connect(ranked(), silent, nodes=nodes)

@@ -112,7 +112,7 @@ def test_failures_are_results_until_they_are_retried(store: Store):
 
 def test_what_a_node_lost_is_measured_again(store: Store):
     record = record_of(CELLS[0], "crash")
-    lost = replace(record.failure, message="rank 1 (n2): node n2 was lost in steps")
+    lost = replace(record.failure, kind="node_lost", message="rank 1 (n2): node n2 was lost in steps")
     store.append(replace(record, failure=lost))
     store.append(record_of(CELLS[1], "crash"))
     assert pending([[cell] for cell in CELLS[:2]], store) == [[CELLS[0]]]

@@ -39,10 +39,6 @@ def tell_nobody(_cell: Cell, _stage: str) -> None:
     """A `Tell` that ignores every stage."""
 
 
-WAS_LOST = "was lost"
-"""In the message of a failure whose node is gone: the cell may be measured where the node is there again."""
-
-
 class CellLost(Exception):
     """The process died or took too long; `failure` says how. `exit_code`: its exit code, if it ended by itself."""
 

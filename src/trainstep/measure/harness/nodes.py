@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.config.grid import Cell
-from trainstep.measure.harness.connection import WAS_LOST, Answer, CellLost
+from trainstep.measure.harness.connection import Answer, CellLost
 from trainstep.parallel.liveness.link import notice_cut_off
 from trainstep.records.record import Environment, Failure
 
@@ -264,8 +264,8 @@ class NodeCell:
                 raise CellLost(Failure(kind="timeout", phase=self._stage, message=message)) from None
             if event is None:
                 self._lost = True
-                message = f"node {self._node_name} {WAS_LOST} in {self._stage}"
-                raise CellLost(Failure(kind="crash", phase=self._stage, message=message))
+                message = f"node {self._node_name} was lost in {self._stage}"
+                raise CellLost(Failure(kind="node_lost", phase=self._stage, message=message))
             if "stage" in event:
                 self._stage = event["stage"]
             elif "lost" in event:

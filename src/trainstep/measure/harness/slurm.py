@@ -48,7 +48,13 @@ _ASK_EVERY = 5
 """Every fifth time that the driver looks for parts, it also asks Slurm for the jobs' states."""
 _ENDED_ANSWERS = 2
 """After this many consecutive answers that a job has ended, its part is given up: network file systems show files late."""
-_KINDS = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "out_of_memory"}
+_KINDS = {
+    "TIMEOUT": "timeout",
+    "DEADLINE": "timeout",
+    "OUT_OF_MEMORY": "out_of_memory",
+    "NODE_FAIL": "node_lost",
+    "BOOT_FAIL": "node_lost",
+}
 _HOW = {
     "TIMEOUT": "was ended by Slurm at its time limit; --slurm-time gives it more",
     "DEADLINE": "was ended by Slurm at its deadline",

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trainstep.config.grid import Cell, group_name
-from trainstep.measure.harness.connection import WAS_LOST
 from trainstep.measure.harness.runner import with_facts
 from trainstep.measure.machine.environment import environment
 from trainstep.records.record import Environment, Record
@@ -53,7 +52,7 @@ def is_done(record: Record, *, retry_failed: bool) -> bool:
     """Whether the record's cell need not be measured again."""
     if record.failure is None or record.failure.kind in _RESULTS:
         return True
-    return not retry_failed and WAS_LOST not in record.failure.message  # what a node lost, another start may measure
+    return not retry_failed and record.failure.kind != "node_lost"
 
 
 def run_sweep(

@@ -17,6 +17,7 @@ FAILURES = {
     "import_error": "import error",
     "unsupported": "unsupported",
     "divergence": "divergence",
+    "node_lost": "node lost",
 }
 ABSENT = "–"
 MINUS = "\N{MINUS SIGN}"
