@@ -21,6 +21,8 @@ from node_launch import two_nodes
 from trainstep.records.store import Store
 
 MOST_S = 60.0
+MEETING_S = 20.0
+"""How long a node waits for one that was killed before they met."""
 SWEEP = """
 timeout_s = 60
 [grid]
@@ -83,7 +85,7 @@ def kill_a_node(kind: str, seed: int, most_s: float, folder: Path) -> Killed:
     victim, after_s, mark = chance.randrange(2), chance.uniform(0, most_s), f"killed{os.getpid()}{kind}{seed}"
     (folder / "it.toml").write_text(SWEEP)
     store = Store(folder / "it.jsonl")
-    with two_nodes(*COMMANDS[kind], folder=folder, mark=mark) as both:
+    with two_nodes(*COMMANDS[kind], folder=folder, mark=mark, of_all={"TRAINSTEP_MEETING_S": f"{MEETING_S:g}"}) as both:
         time.sleep(after_s)
         before = store.read() if store.path.exists() else []
         os.killpg(both[victim].pid, signal.SIGKILL)
@@ -100,7 +102,7 @@ def kill_a_node(kind: str, seed: int, most_s: float, folder: Path) -> Killed:
         assert said, f"the node is not named: {err}{failures}"
         assert ended_s < MOST_S + 15, (
             f"it took {ended_s:.0f} s"
-        )  # a meeting's time-out of 60 s, and the start of Python
+        )  # if the node waits for a meeting: its time-out, and the start of Python
     run_to_the_end(kind, folder, mark=f"{mark}again", failed=sum(failure.kind != "node_lost" for failure in failures))
     latest = Store(store.path).latest()
     assert len(latest) == CELLS[kind]

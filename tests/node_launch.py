@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -35,16 +35,22 @@ def variables(node: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def two_nodes(
-    *words: object, folder: Path, mark: str, of_second: Mapping[str, str] = MappingProxyType({})
+    *words: object,
+    folder: Path,
+    mark: str,
+    of_all: Mapping[str, str] = MappingProxyType({}),
+    of_second: Mapping[str, str] = MappingProxyType({}),
+    launcher: Sequence[str] = (),
 ) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
     """Both nodes' processes, each the leader of a session; killed in the end. All that they start has the mark (cell_maker.py).
 
-    `of_second`: variables of the second node alone.
+    `of_all`: more variables of both nodes, `of_second` of the second alone.
+    `launcher`: the beginning of a command line that starts another.
     """
     port = free_port()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "trainstep", *map(str, words)],
+            [*launcher, sys.executable, "-m", "trainstep", *map(str, words)],
             cwd=folder,
             env={
                 **os.environ,
@@ -52,6 +58,7 @@ def two_nodes(
                 "PYTHONPATH": import_path(),
                 "CUDA_VISIBLE_DEVICES": "",
                 MARK: mark,
+                **of_all,
                 **(of_second if node else {}),
             },
             text=True,

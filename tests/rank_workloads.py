@@ -61,6 +61,8 @@ class RankedMeasurement:
         rank_0_samples = {"only_rank_0": Samples(unit="s", values=(1.0,))} if self._rank == 0 else {}
         facts = {name: os.environ[name] for name in VARIABLES}
         facts |= {"pid": os.getpid(), "memory_limit_bytes": resource.getrlimit(resource.RLIMIT_DATA)[0]}
+        if "source" in self._config:
+            facts["model_source"] = self._config["source"][self._rank]
         return Findings(
             samples={
                 "step": Samples(unit="s", values=values, warmups=(9.0 + self._rank,)),

@@ -198,6 +198,20 @@ def test_slurm_runs_the_same_words_by_srun(
     assert printed.endswith(f"-m trainstep collectives {' '.join(options)}")
 
 
+@pytest.mark.parametrize("by_us", [False, True])
+def test_slurm_inside_a_launch_has_no_effect_and_says_so(
+    by_us: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    if by_us:
+        monkeypatch.setenv("TRAINSTEP_BY_SRUN", "1")
+    assert app.run(["collectives", "--device", "cpu", "--slurm", "p", "--level", "in_nodes"]) == 2
+    err = capsys.readouterr().err
+    assert ("slurm: has no effect, since this command already runs inside a launch" in err) == (not by_us)
+    assert "level: in_nodes needs several nodes" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

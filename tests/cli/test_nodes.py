@@ -94,6 +94,17 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_other_node(tmp_path: Path
     assert wait_until(lambda: not marked("driver"))
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_launcher_that_is_killed_leaves_no_task(victim: int, tmp_path: Path):
+    (tmp_path / "it.toml").write_text(SWEEP.replace("0.05", "60"))
+    launcher = ("sh", "-c", '"$@"; exit $?', "sh")  # stays the parent, as torchrun's agent does
+    with two_nodes("sweep", "it.toml", folder=tmp_path, mark="agent", launcher=launcher) as both:
+        assert wait_until(lambda: len(marked("agent")) >= 4 + 4, 40)
+        os.kill(both[victim].pid, signal.SIGKILL)
+        assert wait_until(lambda: not marked("agent"), 30), "a step takes 60 s"
+        assert "is lost" in finish(both[1 - victim])[2]
+
+
 def test_bad_input_ends_both_nodes(tmp_path: Path):
     with two_nodes("parallel", "--ranks", "3", folder=tmp_path, mark="bad") as (first, second):
         code, _, err = finish(first)

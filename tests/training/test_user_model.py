@@ -1,5 +1,6 @@
 """A user's model function is found, called and checked; errors name what is wrong."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from trainstep.config.model import UserModel
 from trainstep.config.run import RunConfig
-from trainstep.training.user_model import blocks_of, build_user_model
+from trainstep.training.user_model import blocks_of, build_user_model, source_of
 
 SOURCE = """
 import torch
@@ -55,6 +56,15 @@ def test_the_function_gets_the_run_and_the_device(package: str):
 
     (run, device) = someones.model.ASKED[-1]
     assert (run.context, device) == (3, torch.device("cpu"))
+
+
+def test_the_source_is_that_of_the_file(package: str, tmp_path: Path):
+    file = tmp_path / "someones" / "model.py"
+    assert source_of(f"{package}:good") == hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    file.write_text(SOURCE + "\n")
+    assert source_of(f"{package}:good") == hashlib.sha256((SOURCE + "\n").encode()).hexdigest()[:12]
+    assert source_of("nobodys_package_at_all:build") == ""
+    assert source_of("sys:exit") == "", "it has no file"
 
 
 @pytest.mark.parametrize("name", ["absent", "constant"])

@@ -65,9 +65,11 @@ _RUNNING = (
 _ON_NODES = ("bench", "memory", "parallel", "collectives", "sweep")
 """The verbs that use all nodes of a launch."""
 _READ_FILES = ("--from", "--grade", "PATHS")
+"""The options and words that name files to read, with which nothing runs."""
 _IMPLIED = {"plan": {"device": "cuda"}}
 """Verb -> options that it does not have, and their value in files that it writes for other verbs."""
-"""The options and words that name files to read, with which nothing runs."""
+_BY_SRUN = "TRAINSTEP_BY_SRUN"
+"""Set in the tasks of an srun that --slurm has started, which have that option too."""
 _COMPLETION = "Let the Tab key complete verbs and options, in bash, zsh or fish."
 _LONG_RUNS = "Check a long run first: `trainstep {0} --dry-run`. Limit its time: `trainstep {0} --budget-minutes 30`."
 _OPTION_FILES = (
@@ -164,8 +166,9 @@ def _run_task(words: Sequence[str]) -> int:
 
 def _run_on_nodes(words: Sequence[str], launch: "Launch") -> int:
     """Run the verb on the first node, with the agents of the others; elsewhere be an agent."""
-    from trainstep.measure.harness.node_meeting import meet_nodes, serve_node
+    from trainstep.measure.harness.node_meeting import leave_with_launcher, meet_nodes, serve_node
 
+    leave_with_launcher()
     if launch.node:
         return serve_node(launch, words=words)
     nodes, code = meet_nodes(launch, words=words), 2
@@ -205,7 +208,11 @@ def _srun(bound: "BoundArguments") -> list[str]:
     from trainstep.parallel.launch import is_launched
 
     how: Any = bound.arguments.get("how")
-    if not hasattr(how, "srun") or is_launched(os.environ):
+    if not hasattr(how, "srun"):
+        return []
+    if is_launched(os.environ):
+        if how.slurm is not None and _BY_SRUN not in os.environ:
+            _say("slurm: has no effect, since this command already runs inside a launch")
         return []
     command: list[str] = how.srun({**bound.arguments, **bound.arguments.get("fields", {})})
     return command
@@ -217,7 +224,8 @@ def _run_by_srun(command: list[str], words: Sequence[str]) -> int:
 
     from trainstep.config.import_path import python_command
 
-    return subprocess.run([*command, *python_command("trainstep", *words)], check=False).returncode
+    environ = {**os.environ, _BY_SRUN: "1"}
+    return subprocess.run([*command, *python_command("trainstep", *words)], check=False, env=environ).returncode
 
 
 def _note_options(bound: "BoundArguments", words: str) -> None:

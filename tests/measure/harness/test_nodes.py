@@ -212,6 +212,20 @@ def test_nodes_that_never_come_are_named():
         meet_nodes(a_launch(free_port()), timeout_s=0.2)
 
 
+def test_the_time_to_meet_can_be_set(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRAINSTEP_MEETING_S", "0.2")
+    with pytest.raises(
+        ValueError, match=r"did not come within 0.2 s; .* TRAINSTEP_MEETING_S gives slow nodes more time$"
+    ):
+        meet_nodes(a_launch(free_port()))
+    for text in ("soon", "0", "-1", "inf", "nan"):
+        monkeypatch.setenv("TRAINSTEP_MEETING_S", text)
+        with pytest.raises(
+            ValueError, match=rf"^TRAINSTEP_MEETING_S: must be a positive number of seconds, not '{text}'$"
+        ):
+            meet_nodes(a_launch(free_port()))
+
+
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

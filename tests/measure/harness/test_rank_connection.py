@@ -67,6 +67,16 @@ def test_all_ranks_have_one_record():
     assert record.fact("memory_limit_bytes") == 2**30
 
 
+def test_ranks_with_other_files_of_the_model_are_refused():
+    assert run_and_close(ranked(source=["a", "a", "a"])).failure is None
+    record = run_and_close(ranked(source=["a", "a", "b"]))
+    assert record.failure is not None
+    assert record.failure.kind == "divergence"
+    assert record.failure.message == (
+        "model: rank 2 and rank 0 have different files of the model; put the same on every node"
+    )
+
+
 @pytest.mark.parametrize("where", ["prepare", "take", "finish"])
 def test_an_error_of_one_rank_names_the_rank(where: str):
     record = run_and_close(ranked(act="raise", victim=1, where=where, wait=where == "take"))

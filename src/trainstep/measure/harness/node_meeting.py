@@ -10,6 +10,7 @@ between the nodes is the boundary of trust.
 
 import dataclasses
 import hmac
+import math
 import os
 import queue
 import secrets
@@ -33,22 +34,26 @@ from trainstep.parallel.liveness.link import listen, proof
 from trainstep.parallel.process_group import open_store
 from trainstep.records.record import Environment
 
-MEETING_S = 60.0
-"""How long the nodes of a launch wait for each other."""
+_MEETING_S = 60.0
+"""How long the nodes of a launch wait for each other, unless TRAINSTEP_MEETING_S says so."""
 _HELLO_S = 30.0
 _END_S = 15.0
 """How long the agents of a job may take to end."""
 _KEY = "trainstep nodes"
+_LAUNCHER_S = 1.0
+"""How often a task looks whether its launcher is still there."""
 
 
 def meet_nodes(
-    launch: Launch, *, timeout_s: float = MEETING_S, token: str | None = None, words: Sequence[str] | None = None
+    launch: Launch, *, timeout_s: float | None = None, token: str | None = None, words: Sequence[str] | None = None
 ) -> Nodes:
     """Wait for the agents of a launch's other nodes. ValueError, naming them, for nodes that do not come in time, have another
     trainstep, or run another command.
 
-    `token`: a secret that the agents have in TRAINSTEP_TOKEN; by default this process's own. `words`: this node's command.
+    `timeout_s`: by default `meeting_s`. `token`: a secret that the agents have in TRAINSTEP_TOKEN; by default this process's own.
+    `words`: this node's command.
     """
+    timeout_s = meeting_s() if timeout_s is None else timeout_s
     own_token = token or os.environ.get("TRAINSTEP_TOKEN")
     token = own_token or secrets.token_hex(16)
     store = open_store(launch, timeout_s)
@@ -78,11 +83,12 @@ def meet_nodes(
     return Nodes(here=node_name(), address=launch.address, others=others, tasks=launch.world_size)
 
 
-def serve_node(launch: Launch, *, timeout_s: float = MEETING_S, words: Sequence[str] | None = None) -> int:
+def serve_node(launch: Launch, *, timeout_s: float | None = None, words: Sequence[str] | None = None) -> int:
     """Be this node's agent until the driver ends; returns the driver's exit code. ValueError if the driver is not there.
 
-    `words`: this node's command, which must be the driver's.
+    `timeout_s`: by default `meeting_s`. `words`: this node's command, which must be the driver's.
     """
+    timeout_s = meeting_s() if timeout_s is None else timeout_s
     where = f"the first node, at {launch.address}"
     try:
         port, _, stored_token = open_store(launch, timeout_s).get(_store_key()).decode().partition(" ")
@@ -101,6 +107,30 @@ def serve_node(launch: Launch, *, timeout_s: float = MEETING_S, words: Sequence[
             file=sys.stderr,
         )
     return code
+
+
+def meeting_s() -> float:
+    """How long nodes wait for each other: TRAINSTEP_MEETING_S, else 60 s. ValueError unless it is a positive number."""
+    text = os.environ.get("TRAINSTEP_MEETING_S") or str(_MEETING_S)
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise ValueError(f"TRAINSTEP_MEETING_S: must be a positive number of seconds, not {text!r}")
+
+
+def leave_with_launcher() -> None:
+    """End this process within a second of the one that started it: a torchrun that is killed by `kill -9` ends no task.
+
+    The kernel could tell (PR_SET_PDEATHSIG), but it takes the end of the thread that started a process for the parent's end.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_LAUNCHER_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager
@@ -234,7 +264,7 @@ def _absent(launch: Launch, came: Mapping[int, Node], timeout_s: float) -> str:
     return (
         f"nodes: {', '.join(named)} of {launch.nodes} nodes did not come within {timeout_s:g} s; look there for the reason, and "
         "check that every node runs the same command and reaches "
-        f"{launch.address}"
+        f"{launch.address}; TRAINSTEP_MEETING_S gives slow nodes more time"
     )
 
 

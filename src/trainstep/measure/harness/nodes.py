@@ -207,7 +207,7 @@ class Nodes:
         try:
             probe.touch()
             for node, name in zip(self.others, self.names[1:], strict=True):
-                if not node.sees(probe.absolute()):
+                if not node.sees(probe):  # as it is: each node's ranks read a relative folder from their own
                     raise ValueError(
                         f"{option}: {name} does not see what {self.names[0]} writes into {folder}; name a folder that all "
                         "nodes share"

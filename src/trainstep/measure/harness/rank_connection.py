@@ -299,10 +299,21 @@ def _merged(ends: Sequence[_End], places: Sequence[str], *, apart: bool) -> Answ
     answers = [end.answer for end in sorted(ends, key=lambda end: end.rank) if end.answer is not None]
     if "findings" not in answers[0]:
         return answers[0]
+    _check_one_model([answer["findings"] for answer in answers], places)
     again = all(answer["again"] for answer in answers)
     first = answers[slowest_rank([answer["findings"] for answer in answers])] if apart else answers[0]
     findings = merged_findings([answer["findings"] for answer in answers], places, apart=apart)
     return {**first, "findings": findings, "again": again}
+
+
+def _check_one_model(findings: Sequence[Plain], places: Sequence[str]) -> None:
+    """Raises CellLost unless every rank read the same file for a user's model: nodes have each their own."""
+    sources = [rank_findings["facts"].get("model_source") for rank_findings in findings]
+    for rank, source in enumerate(sources):
+        if source != sources[0]:
+            where = f"{places[rank]} and {places[0]}" if places else f"rank {rank} and rank 0"
+            message = f"model: {where} have different files of the model; put the same on every node"
+            raise CellLost(Failure(kind="divergence", phase="afterwards", message=message))
 
 
 def merged_findings(findings: Sequence[Plain], places: Sequence[str] = (), *, apart: bool = False) -> dict[str, Any]:

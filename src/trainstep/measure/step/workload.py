@@ -20,7 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainstep.config.machine import matmul_dtype
-from trainstep.config.model import ModelConfig
+from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.parsing import from_plain
 from trainstep.config.run import BenchConfig, Phase, RunConfig
 from trainstep.costs.transformer import CONVENTION
@@ -38,6 +38,7 @@ from trainstep.traces.verdict import is_launch_bound
 from trainstep.training.batches import Batch
 from trainstep.training.build import Assembly, build_step, parameter_count
 from trainstep.training.recompute import RecomputedForward
+from trainstep.training.user_model import source_of
 
 _COUNTER = "torch.utils.flop_counter"
 _COUNTER_CONVENTION = "every matmul and attention that torch's FLOP counter saw in one eager step, attention not halved"
@@ -167,6 +168,8 @@ class TrainStepMeasurement:
                 parameters=parameter_count(assembly.module),
                 timing="cuda_events" if on_gpu and run.sync != "phase" else "host_clock",
             )
+            if isinstance(run.model, UserModel):
+                facts |= facts_of(model_source=source_of(run.model.function) or None)
             facts |= self._gpu_facts | opened.memory.facts()
             if run.compile != "none":
                 facts |= compilation_facts()
