@@ -97,8 +97,9 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_other_node(tmp_path: Path
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_launcher_that_is_killed_leaves_no_task(victim: int, tmp_path: Path):
     (tmp_path / "it.toml").write_text(SWEEP.replace("0.05", "60"))
+    run_id = {"TORCHELASTIC_RUN_ID": "1"}
     launcher = ("sh", "-c", '"$@"; exit $?', "sh")  # stays the parent, as torchrun's agent does
-    with two_nodes("sweep", "it.toml", folder=tmp_path, mark="agent", launcher=launcher) as both:
+    with two_nodes("sweep", "it.toml", folder=tmp_path, mark="agent", launcher=launcher, of_all=run_id) as both:
         assert wait_until(lambda: len(marked("agent")) >= 4 + 4, 40)
         os.kill(both[victim].pid, signal.SIGKILL)
         assert wait_until(lambda: not marked("agent"), 30), "a step takes 60 s"

@@ -1,6 +1,7 @@
 """A user's model function is found, called and checked; errors name what is wrong."""
 
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "someones" / "__init__.py").touch()
     (tmp_path / "someones" / "model.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "someones"]:
+        monkeypatch.delitem(sys.modules, name)
     return "someones.model"
 
 
@@ -58,13 +61,15 @@ def test_the_function_gets_the_run_and_the_device(package: str):
     assert (run.context, device) == (3, torch.device("cpu"))
 
 
-def test_the_source_is_that_of_the_file(package: str, tmp_path: Path):
-    file = tmp_path / "someones" / "model.py"
-    assert source_of(f"{package}:good") == hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    file.write_text(SOURCE + "\n")
-    assert source_of(f"{package}:good") == hashlib.sha256((SOURCE + "\n").encode()).hexdigest()[:12]
-    assert source_of("nobodys_package_at_all:build") == ""
-    assert source_of("sys:exit") == "", "it has no file"
+def test_the_source_is_that_of_the_file_which_was_built(package: str, tmp_path: Path):
+    source_of.cache_clear()
+    build(f"{package}:good")
+    (tmp_path / "someones" / "model.py").write_text(SOURCE + "\n")
+    assert source_of(f"{package}:good") == hashlib.sha256(SOURCE.encode()).hexdigest()[:12]
+    (tmp_path / "someones" / "other.py").write_text("from someones.model import good")
+    assert source_of("someones.other:good") == hashlib.sha256((SOURCE + "\n").encode()).hexdigest()[:12]
+    for absent in ("nobodys_package_at_all:build", f"{package}:absent", "sys:exit"):
+        assert source_of(absent) == "", "it has no file"
 
 
 @pytest.mark.parametrize("name", ["absent", "constant"])

@@ -150,10 +150,11 @@ def _run_task(words: Sequence[str]) -> int:
 
     ValueError for tasks on several nodes, if the verb runs on one.
     """
-    from trainstep.parallel.launch import find_launch, is_launched
+    from trainstep.parallel.launch import end_with_torchrun, find_launch, is_launched
 
     if not words or words[0] not in _VERBS or words[0] == "run" or not is_launched(os.environ):
         return _run_verb(words)  # of `run`, every task runs its rank of a script
+    end_with_torchrun(os.environ)
     launch = find_launch(os.environ)
     if launch.nodes > 1 and words[0] not in _ON_NODES:
         raise ValueError(
@@ -166,9 +167,8 @@ def _run_task(words: Sequence[str]) -> int:
 
 def _run_on_nodes(words: Sequence[str], launch: "Launch") -> int:
     """Run the verb on the first node, with the agents of the others; elsewhere be an agent."""
-    from trainstep.measure.harness.node_meeting import leave_with_launcher, meet_nodes, serve_node
+    from trainstep.measure.harness.node_meeting import meet_nodes, serve_node
 
-    leave_with_launcher()
     if launch.node:
         return serve_node(launch, words=words)
     nodes, code = meet_nodes(launch, words=words), 2
@@ -212,7 +212,7 @@ def _srun(bound: "BoundArguments") -> list[str]:
         return []
     if is_launched(os.environ):
         if how.slurm is not None and _BY_SRUN not in os.environ:
-            _say("slurm: has no effect, since this command already runs inside a launch")
+            _say("slurm: has no effect, since this is already a task of srun or torchrun; leave that to start another")
         return []
     command: list[str] = how.srun({**bound.arguments, **bound.arguments.get("fields", {})})
     return command

@@ -177,7 +177,9 @@ def _kept_words(cells: Sequence[Cell], store: Store, before: Mapping[str, Record
     latest = store.latest()
 
     def is_new(cell: Cell) -> bool:
-        return latest.get(cell.key) not in (None, before.get(cell.key))
+        record = latest.get(cell.key)
+        is_lost = record is not None and record.failure is not None and record.failure.kind == "node_lost"
+        return not is_lost and record not in (None, before.get(cell.key))
 
     count = sum(map(is_new, cells))
     if not count:

@@ -6,8 +6,12 @@
 Any other launcher works if it sets torchrun's variables.
 """
 
+import os
 import re
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainstep.parallel.liveness.link import LOOPBACK
@@ -60,6 +64,26 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     if not is_launched(environ):
         raise ValueError(_NO_LAUNCHER)
     return _checked(_torchrun(environ) if "RANK" in environ and "WORLD_SIZE" in environ else _slurm(environ))
+
+
+def end_with_torchrun(environ: Mapping[str, str]) -> None:
+    """End this process within a second of a torchrun that started it: one that is killed by `kill -9` ends no task.
+
+    The kernel could tell (PR_SET_PDEATHSIG), but it takes the end of the thread that started a process for the parent's end. Other
+    launchers may leave on purpose, as `ssh host 'RANK=1 ... nohup trainstep ... &'` does.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return
+    torchrun = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == torchrun:
+            time.sleep(1)
+        with suppress(OSError):
+            os.write(2, f"trainstep: torchrun, process {torchrun}, is gone; leaving\n".encode())
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def first_host(nodes: str) -> str:

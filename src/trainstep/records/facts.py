@@ -69,7 +69,9 @@ IN_EVERY_ROW: Mapping[str, FactKind] = {
     "timing": FactKind("", str, "which clock times the phases: cuda_events or host_clock"),
     "tokens": FactKind("count", int, "tokens of a step, of all ranks"),
     "parameters": FactKind("count", int, "parameters of the model"),
-    "model_source": FactKind("", str, "SHA-256 of the file with the user's model, its first 12 digits"),
+    "model_source": FactKind(
+        "", str, "SHA-256 of the one file with the function that builds the user's model, its first 12 digits"
+    ),
     "model_flops": FactKind("flops", float, "FLOPs of a step, by flops_convention"),
     "flops": FactKind("flops", float, "FLOPs of a call"),
     "bytes": FactKind("bytes", float, "bytes that a call moves"),

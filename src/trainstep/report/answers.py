@@ -24,7 +24,7 @@ _WAYS_OUT = {
     "timeout": "A larger --timeout-s gives a cell more time.",
     "crash": "The last lines that the cell printed say why: they are in its record.",
     "import_error": "Install what the message names, or leave that value out.",
-    "node_lost": "The same command measures it again, once the node is back.",
+    "node_lost": "The same sweep, or the command with --out FILE --resume, measures it again once the node is back.",
     "divergence": "The replicas no longer train one model: fix what the message names before you use any time.",
 }
 """Kind of failure -> what to do; the message of an unsupported value says what to do itself."""

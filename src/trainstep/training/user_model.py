@@ -1,5 +1,6 @@
 """Builds a user's model by the function that the config names, and finds its blocks."""
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -24,18 +25,24 @@ def build_user_model(function: str, run: RunConfig, device: torch.device) -> tup
     build: Any = getattr(importlib.import_module(module_name), name, None)
     if not callable(build):
         raise ImportError(f"model: {module_name} has no function {name!r}")
+    source_of(function)
     result = build(run, device)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module) and callable(result[1]):
         return result
     raise ValueError(f"model: {function} must return (module, next_batch), an nn.Module and a function of the step")
 
 
+@functools.cache
 def source_of(function: str) -> str:
-    """The SHA-256 of the file that defines package.module:function, its first 12 digits; empty where there is no such file."""
+    """The SHA-256 of the one file that defines package.module:function, its first 12 digits; empty where there is no such file.
+
+    It is of the file as it was when this process built the model: a later change of the file changes nothing that runs.
+    """
+    module_name, _, name = function.partition(":")
     try:
-        module = importlib.import_module(function.partition(":")[0])
-        return hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()[:12]
-    except (ImportError, OSError, TypeError):  # TypeError: a module without a file
+        defined: Any = getattr(importlib.import_module(module_name), name)
+        return hashlib.sha256(Path(inspect.getfile(inspect.unwrap(defined))).read_bytes()).hexdigest()[:12]
+    except (ImportError, AttributeError, OSError, TypeError):  # TypeError: an object without a file
         return ""
 
 

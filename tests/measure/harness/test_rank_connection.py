@@ -1,13 +1,15 @@
 """A cell of several ranks has as many processes and one record; the rank that failed is named, and no process is left."""
 
 import sys
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from cell_maker import importable, is_alive, silent, wait_until
 from trainstep.config.grid import Cell
+from trainstep.measure.harness import rank_connection
 from trainstep.measure.harness.connection import CellLost
 from trainstep.measure.harness.interleave import run_interleaved
 from trainstep.measure.harness.local import run_groups
@@ -67,16 +69,6 @@ def test_all_ranks_have_one_record():
     assert record.fact("memory_limit_bytes") == 2**30
 
 
-def test_ranks_with_other_files_of_the_model_are_refused():
-    assert run_and_close(ranked(source=["a", "a", "a"])).failure is None
-    record = run_and_close(ranked(source=["a", "a", "b"]))
-    assert record.failure is not None
-    assert record.failure.kind == "divergence"
-    assert record.failure.message == (
-        "model: rank 2 and rank 0 have different files of the model; put the same on every node"
-    )
-
-
 @pytest.mark.parametrize("where", ["prepare", "take", "finish"])
 def test_an_error_of_one_rank_names_the_rank(where: str):
     record = run_and_close(ranked(act="raise", victim=1, where=where, wait=where == "take"))
@@ -126,6 +118,35 @@ def test_ranks_that_time_out_in_different_stages():
     ]
     with pytest.raises(CellLost, match=r"^ranks 0, 2: killed in steps; rank 1: killed in build$"):
         _worst(ends, 3)
+
+
+class LostRank:
+    """A rank's connection that is lost after some seconds."""
+
+    alive = False
+
+    def __init__(self, kind: str, after_s: float) -> None:
+        self.kind, self.after_s = kind, after_s
+
+    def ask(self, *_arguments: object, **_limits: object) -> NoReturn:
+        time.sleep(self.after_s)
+        raise CellLost(Failure(kind=self.kind, phase="steps", message=f"it was {self.kind}"))
+
+    def close(self) -> None:
+        pass
+
+    kill = close
+
+
+def test_the_loss_of_a_node_is_the_failure_also_if_it_is_noticed_late(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank_connection, "_MOMENT_S", 0.05)
+    connection = RankConnection(silent, 2)
+    connection.kill()
+    connection._ranks = [LostRank("crash", 0.0), LostRank("node_lost", 0.5)]
+    with pytest.raises(CellLost, match=r"^rank 1: it was node_lost$") as caught:
+        connection.ask(ranked(ranks=2), {}, timeout_s=5, limit_s=5)
+    assert caught.value.failure.kind == "node_lost"
+    connection.close()
 
 
 def test_the_sentence_of_the_watch_is_the_failure_where_it_ended_all_ranks():

@@ -16,6 +16,7 @@ from sources import ROOT
 from trainstep.cli.app import run
 from trainstep.config.grid import Cell, group_name
 from trainstep.measure.harness import slurm as executor_slurm
+from trainstep.measure.harness.nodes import NodeLost
 from trainstep.measure.harness.runner import Limits
 from trainstep.measure.harness.slurm import run_groups_on_slurm
 from trainstep.measure.harness.slurm_queue import Job, JobRequest, drop_stored_parts, part_path, read_part, run_group
@@ -108,6 +109,23 @@ def test_a_part_has_each_variant_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [record.key for record in read_part(tmp_path / "part.jsonl")] == [cell.key for cell in group]
 
 
+def test_what_a_lost_node_leaves_of_a_group_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    group = [a_cell("a"), a_cell("b")]
+
+    def lose(*_arguments: object) -> Iterator[list[Record]]:
+        yield [record_of(group[0])]
+        raise NodeLost("nodes: n2 is lost")
+
+    monkeypatch.setattr("trainstep.measure.harness.slurm_queue.run_groups", lose)
+    run_group(group, Limits(), tmp_path / "part.jsonl", tmp_path / "node")
+    first, second = read_part(tmp_path / "part.jsonl")
+    assert first.failure is None
+    assert second.key == group[1].key
+    assert second.failure is not None
+    assert (second.failure.kind, second.failure.message) == ("node_lost", "nodes: n2 is lost")
+
+
 def test_an_unreadable_part_is_empty_and_stays(tmp_path: Path):
     part = tmp_path / "k.jsonl"
     assert read_part(part) == []
@@ -197,7 +215,7 @@ def assert_one_sentence(stderr: str, part: str) -> None:
         ("TIMEOUT", "timeout", "time limit"),
         ("OUT_OF_MEMORY", "out_of_memory", "more memory than Slurm gave it"),
         ("CANCELLED", "crash", "was cancelled"),
-        ("NODE_FAIL", "crash", "its node failed"),
+        ("NODE_FAIL", "node_lost", "its node failed"),
         ("FAILED", "crash", "ended as FAILED"),
     ],
 )
@@ -245,6 +263,7 @@ import sys
 from pathlib import Path
 from trainstep.config.grid import Cell
 from trainstep.measure.harness.slurm_queue import run_group
+from trainstep.measure.harness.nodes import NodeLost
 from trainstep.measure.harness.runner import Limits
 cell = Cell(workload="tests.workloads:" + sys.argv[1], config={"device": "cpu"}, point={})
 run_group([cell], Limits(), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -7,6 +7,8 @@ import dataclasses
 import os
 import queue
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from trainstep.records.record import Failure
 
 LOST = 3
 """The exit code of an agent whose driver is gone."""
+
+
+_LOOKS, _LOOK_S = 5, 1.0
+"""How often, and how far apart, an agent looks for a file of another node's before it says that it does not see it."""
 
 
 class Agent:
@@ -44,9 +50,7 @@ class Agent:
     def _obey(self, line: dict[str, Any]) -> None:
         name, do = line["id"], line["do"]
         if do == "sees":
-            folder = Path(line["path"]).parent
-            seen = folder.is_dir() and Path(line["path"]).name in os.listdir(folder)
-            self._lines.send(id=name, sees=seen)
+            self._lines.send(id=name, sees=_sees(Path(line["path"])))
         elif do == "start":
             try:
                 self._processes[name] = _Process(self._lines, name, line["variables"], line["forked_for"])
@@ -65,6 +69,18 @@ class Agent:
                 del self._processes[name]
         elif do == "close":
             self._lines.send(id=name, closed=True)
+
+
+def _sees(file: Path) -> bool:
+    """Whether the file is there, within some seconds: network file systems show new files late."""
+    for _ in range(_LOOKS):
+        with suppress(OSError):
+            os.utime(file.parent)  # has a network file system drop its cached list of the folder's files
+        with suppress(OSError):
+            if file.name in os.listdir(file.parent):
+                return True
+        time.sleep(_LOOK_S)
+    return False
 
 
 class _Process:

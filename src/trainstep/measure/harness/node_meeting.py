@@ -40,8 +40,7 @@ _HELLO_S = 30.0
 _END_S = 15.0
 """How long the agents of a job may take to end."""
 _KEY = "trainstep nodes"
-_LAUNCHER_S = 1.0
-"""How often a task looks whether its launcher is still there."""
+_MORE_TIME = "TRAINSTEP_MEETING_S, set alike on every node, gives slow ones more time"
 
 
 def meet_nodes(
@@ -95,7 +94,7 @@ def serve_node(launch: Launch, *, timeout_s: float | None = None, words: Sequenc
         peer = socket.create_connection((launch.address, int(port)), timeout=timeout_s)
     except (OSError, RuntimeError, ValueError) as error:  # torch's errors are RuntimeErrors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"nodes: {where}, did not come within {timeout_s:g} s ({reason})") from None
+        raise ValueError(f"nodes: {where}, did not come within {timeout_s:g} s ({reason}); {_MORE_TIME}") from None
     lines = Lines(peer)
     name = _introduce(lines, launch, os.environ.get("TRAINSTEP_TOKEN") or stored_token, words)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver says when it ends
@@ -116,21 +115,6 @@ def meeting_s() -> float:
         if 0 < (seconds := float(text)) < math.inf:
             return seconds
     raise ValueError(f"TRAINSTEP_MEETING_S: must be a positive number of seconds, not {text!r}")
-
-
-def leave_with_launcher() -> None:
-    """End this process within a second of the one that started it: a torchrun that is killed by `kill -9` ends no task.
-
-    The kernel could tell (PR_SET_PDEATHSIG), but it takes the end of the thread that started a process for the parent's end.
-    """
-    launcher = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(_LAUNCHER_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager
@@ -264,7 +248,7 @@ def _absent(launch: Launch, came: Mapping[int, Node], timeout_s: float) -> str:
     return (
         f"nodes: {', '.join(named)} of {launch.nodes} nodes did not come within {timeout_s:g} s; look there for the reason, and "
         "check that every node runs the same command and reaches "
-        f"{launch.address}; TRAINSTEP_MEETING_S gives slow nodes more time"
+        f"{launch.address}; {_MORE_TIME}"
     )
 
 

@@ -12,8 +12,7 @@ and passes requests and answers on, as JSON lines:
                       end code                                                    -> the agent leaves
     agent -> driver   stage | answer | lost | closed                              of one process
 
-No clock of a node is
-compared with another's: each node times its own part, and the driver its own waiting.
+No clock of a node is compared with another's: each node times its own part, and the driver its own waiting.
 
 [Note: the end of a node]
 A connection that ends without `end` is the end of its node: the kernel closes it when the agent dies, and its probes notice a
@@ -207,10 +206,11 @@ class Nodes:
         try:
             probe.touch()
             for node, name in zip(self.others, self.names[1:], strict=True):
-                if not node.sees(probe):  # as it is: each node's ranks read a relative folder from their own
+                if not node.sees(probe):  # as it is: ranks of each node take a relative folder as in their own
                     raise ValueError(
                         f"{option}: {name} does not see what {self.names[0]} writes into {folder}; name a folder that all "
                         "nodes share"
+                        + ("" if folder.is_absolute() else ", from its root: nodes may run in different folders")
                     )
         finally:
             probe.unlink(missing_ok=True)
@@ -287,6 +287,15 @@ class NodeCell:
                 if "closed" in event:
                     break
         self._node.drop(self._id)
+
+
+def check_one_model(facts_of_ranks: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
+    """ValueError, naming the nodes, unless all ranks built a user's model from the same file. `places`: the node of each rank."""
+    sources = [facts.get("model_source") for facts in facts_of_ranks]
+    if others := dict.fromkeys(place for place, source in zip(places, sources, strict=True) if source != sources[0]):
+        raise ValueError(
+            f"model: the file of the model on {', '.join(others)} is not that on {places[0]}; put the same on every node"
+        )
 
 
 def node_name() -> str:

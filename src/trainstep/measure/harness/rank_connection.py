@@ -12,8 +12,9 @@ the values that the user has set.
 
 [Note: who failed first]
 When a rank dies, the collectives of the other ranks fail within milliseconds, and their failures may arrive first. So the
-other ranks get a moment. Of several failures a death counts first, then an error, and last a process that its watch ended
-because of another rank: its exit code is LEFT. If the watch ended all ranks, its sentence is the failure.
+other ranks get a moment. Of several failures the loss of a node counts first, also one that is noticed later, since its ranks
+die with it; then a death, then an error, and last a process that its watch ended because of another rank: its exit code is
+LEFT. If the watch ended all ranks, its sentence is the failure.
 If all ranks were ended at the time limit, the failure names each rank with its stage, and repeats what the watch had said
 about which rank waits for which.
 """
@@ -31,7 +32,7 @@ from typing import Any
 from trainstep.config.grid import Cell
 from trainstep.config.instruments import INSTRUMENTS
 from trainstep.measure.harness.connection import Answer, CellConnection, CellLost, Connection, Tell, tell_nobody
-from trainstep.measure.harness.nodes import Node, NodeCell, Nodes
+from trainstep.measure.harness.nodes import Node, NodeCell, Nodes, check_one_model
 from trainstep.measure.machine.environment import cores
 from trainstep.parallel.liveness.desk import SAYS
 from trainstep.parallel.liveness.link import LOOPBACK, loopback_interface
@@ -161,6 +162,9 @@ class RankConnection:
             return failed[0].with_message(failed[0].message)
         self.kill()
         wait(futures)
+        arrived = {end.rank for end in ends}
+        late = [_end(rank, future) for rank, future in enumerate(futures) if rank not in arrived]
+        failed += [end for end in late if end.node_lost]
         return _worst(failed, len(self._ranks), self._places)
 
     def close(self) -> None:
@@ -189,8 +193,14 @@ class _End:
         return self.answer is None or self.answer.get("failure") is not None
 
     @property
+    def node_lost(self) -> bool:
+        return self.lost is not None and self.lost.kind == "node_lost"
+
+    @property
     def order(self) -> int:
         """The smallest order is the cell's failure, and of equal orders the first to arrive. [Note: who failed first]"""
+        if self.node_lost:
+            return -1
         if self.lost is None:
             return 1
         return 2 if self.exit_code == LEFT else 0
@@ -299,21 +309,12 @@ def _merged(ends: Sequence[_End], places: Sequence[str], *, apart: bool) -> Answ
     answers = [end.answer for end in sorted(ends, key=lambda end: end.rank) if end.answer is not None]
     if "findings" not in answers[0]:
         return answers[0]
-    _check_one_model([answer["findings"] for answer in answers], places)
+    if places:
+        check_one_model([answer["findings"]["facts"] for answer in answers], places)
     again = all(answer["again"] for answer in answers)
     first = answers[slowest_rank([answer["findings"] for answer in answers])] if apart else answers[0]
     findings = merged_findings([answer["findings"] for answer in answers], places, apart=apart)
     return {**first, "findings": findings, "again": again}
-
-
-def _check_one_model(findings: Sequence[Plain], places: Sequence[str]) -> None:
-    """Raises CellLost unless every rank read the same file for a user's model: nodes have each their own."""
-    sources = [rank_findings["facts"].get("model_source") for rank_findings in findings]
-    for rank, source in enumerate(sources):
-        if source != sources[0]:
-            where = f"{places[rank]} and {places[0]}" if places else f"rank {rank} and rank 0"
-            message = f"model: {where} have different files of the model; put the same on every node"
-            raise CellLost(Failure(kind="divergence", phase="afterwards", message=message))
 
 
 def merged_findings(findings: Sequence[Plain], places: Sequence[str] = (), *, apart: bool = False) -> dict[str, Any]:

@@ -30,11 +30,11 @@ from trainstep.config.grid import Cell, group_name
 from trainstep.config.import_path import python
 from trainstep.measure.harness.connection import tell_nobody
 from trainstep.measure.harness.local import run_groups
-from trainstep.measure.harness.nodes import Nodes
+from trainstep.measure.harness.nodes import NodeLost, Nodes
 from trainstep.measure.harness.rank_connection import nodes_of
 from trainstep.measure.harness.runner import Limits
 from trainstep.measure.machine.environment import environment
-from trainstep.records.record import Record, record_from_plain, record_to_plain
+from trainstep.records.record import FORMAT, Failure, Record, record_from_plain, record_to_plain
 from trainstep.records.whole_file import whole_file
 
 GONE = "GONE"
@@ -281,9 +281,21 @@ def run_group(group: Sequence[Cell], limits: Limits, part: Path, node: Path) -> 
     _write_whole(node, json.dumps(here))
     with _nodes(group) as nodes:
         here_limits = replace(limits, visible_devices=visible_devices, forks=False, nodes=nodes)
-        # A variant's record may come twice: the second from rounds, after the live variants did not fit into memory.
-        latest = {record.key: record for records in run_groups([group], here_limits, tell_nobody) for record in records}
+        latest: dict[str, Record] = {}
+        try:
+            for records in run_groups([group], here_limits, tell_nobody):
+                # A variant's record may come twice: the second from rounds, after the live variants did not fit into memory.
+                latest |= {record.key: record for record in records}
+        except NodeLost as error:
+            failure = Failure(kind="node_lost", phase="running", message=str(error))
+            latest |= {cell.key: _unmeasured(cell, here, failure) for cell in group if cell.key not in latest}
     _write_whole(part, "".join(json.dumps(record_to_plain(record)) + "\n" for record in latest.values()))
+
+
+def _unmeasured(cell: Cell, here: Mapping[str, Any], failure: Failure) -> Record:
+    """The record of a cell that this job did not come to. `here`: environment and start of the job."""
+    plain = {"workload": cell.workload, "key": cell.key, "config": cell.config, "duration_s": 0.0, "format": FORMAT}
+    return record_from_plain({**plain, **here, "failure": asdict(failure)})
 
 
 def _nodes(group: Sequence[Cell]) -> AbstractContextManager[Nodes | None]:
