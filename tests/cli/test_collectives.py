@@ -208,7 +208,7 @@ def test_slurm_inside_a_launch_has_no_effect_and_says_so(
         monkeypatch.setenv("TRAINSTEP_BY_SRUN", "1")
     assert app.run(["collectives", "--device", "cpu", "--slurm", "p", "--level", "in_nodes"]) == 2
     err = capsys.readouterr().err
-    assert ("slurm: has no effect, since this is already a task of srun or torchrun" in err) == (not by_us)
+    assert ("slurm: has no effect in a task of srun or torchrun" in err) == (not by_us)
     assert "level: in_nodes needs several nodes" in err
 
 

@@ -212,7 +212,7 @@ def _srun(bound: "BoundArguments") -> list[str]:
         return []
     if is_launched(os.environ):
         if how.slurm is not None and _BY_SRUN not in os.environ:
-            _say("slurm: has no effect, since this is already a task of srun or torchrun; leave that to start another")
+            _say("slurm: has no effect in a task of srun or torchrun; leave it out, or start the command outside")
         return []
     command: list[str] = how.srun({**bound.arguments, **bound.arguments.get("fields", {})})
     return command

@@ -17,7 +17,7 @@ from trainstep.cli.options import GridOptions, RunOptions
 from trainstep.cli.running.progress import CellProgress, cell_count, span_words, time_words
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.grid import Cell
-from trainstep.measure.harness.sweep import check_same_place, pending
+from trainstep.measure.harness.sweep import check_same_place, is_done, pending
 from trainstep.records.durations import ExpectedTime, earlier_durations, expected_time
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import RUNS, Store
@@ -178,8 +178,7 @@ def _kept_words(cells: Sequence[Cell], store: Store, before: Mapping[str, Record
 
     def is_new(cell: Cell) -> bool:
         record = latest.get(cell.key)
-        is_lost = record is not None and record.failure is not None and record.failure.kind == "node_lost"
-        return not is_lost and record not in (None, before.get(cell.key))
+        return record is not None and record != before.get(cell.key) and is_done(record, retry_failed=False)
 
     count = sum(map(is_new, cells))
     if not count:

@@ -101,7 +101,7 @@ def sweep(
         Fresh processes for each compared variant; by default 12, or as many as fit into a minute, but at least 6; up to
         24 where the machine is noisy.
     retry_failed
-        Run cells again that crashed, timed out, diverged or could not be imported. Those of a lost node run again without it.
+        Run cells again that crashed, timed out, diverged or could not be imported; those that a lost node failed run again anyway.
     json
         Print JSON: `answer`, and the tables as `rows` with plain numbers and units in the names.
     """

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 train.py
     srun --ntasks 2 python train.py
 
-Any other launcher works if it sets torchrun's variables.
+Any other launcher works if it sets torchrun's variables. A program may also ask to end with its torchrun (`end_with_torchrun`).
 """
 
 import os

@@ -25,7 +25,7 @@ def build_user_model(function: str, run: RunConfig, device: torch.device) -> tup
     build: Any = getattr(importlib.import_module(module_name), name, None)
     if not callable(build):
         raise ImportError(f"model: {module_name} has no function {name!r}")
-    source_of(function)
+    source_of(function)  # reads the file now, before anybody changes it
     result = build(run, device)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module) and callable(result[1]):
         return result
@@ -36,7 +36,7 @@ def build_user_model(function: str, run: RunConfig, device: torch.device) -> tup
 def source_of(function: str) -> str:
     """The SHA-256 of the one file that defines package.module:function, its first 12 digits; empty where there is no such file.
 
-    It is of the file as it was when this process built the model: a later change of the file changes nothing that runs.
+    The first call in a process reads the file, and later ones repeat the answer: what runs is the file as it was imported.
     """
     module_name, _, name = function.partition(":")
     try:

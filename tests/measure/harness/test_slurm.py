@@ -263,7 +263,6 @@ import sys
 from pathlib import Path
 from trainstep.config.grid import Cell
 from trainstep.measure.harness.slurm_queue import run_group
-from trainstep.measure.harness.nodes import NodeLost
 from trainstep.measure.harness.runner import Limits
 cell = Cell(workload="tests.workloads:" + sys.argv[1], config={"device": "cpu"}, point={})
 run_group([cell], Limits(), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -19,8 +19,6 @@ from trainstep.records.record import Failure
 
 LOST = 3
 """The exit code of an agent whose driver is gone."""
-
-
 _LOOKS, _LOOK_S = 5, 1.0
 """How often, and how far apart, an agent looks for a file of another node's before it says that it does not see it."""
 
@@ -73,13 +71,13 @@ class Agent:
 
 def _sees(file: Path) -> bool:
     """Whether the file is there, within some seconds: network file systems show new files late."""
-    for _ in range(_LOOKS):
+    for look in range(_LOOKS):
+        time.sleep(_LOOK_S if look else 0)
         with suppress(OSError):
             os.utime(file.parent)  # has a network file system drop its cached list of the folder's files
         with suppress(OSError):
             if file.name in os.listdir(file.parent):
                 return True
-        time.sleep(_LOOK_S)
     return False
 
 
