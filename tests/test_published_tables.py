@@ -29,7 +29,7 @@ _NO_PUBLISHED_TABLE = {
     "predicted_again": "a table of our own: steps that were predicted first, beside their predictions in predicted_again_beside.md",
     "same_against_same": "a table of our own: a captured step compared with itself",
     "predicted_ranks": "the same on two GPUs; its records are in results/h100",
-    "plan_grids": "a table of our own: what a search is graded on; its records are in results/h100",
+    "plan_grids": "a table of our own: what a search is graded on, in results/plan.md",
     "plan_grids_ranks": "the same on two GPUs",
     "copy_ceiling": "what the ops are compared with; its record is in ops.jsonl",
     "memory_ranks": "a table of our own: each rank's memory beside the formula",

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from numerics import assert_as_accurate_as
 from trainstep.config.run import ADAMWS
-from trainstep.training.optimizer import adamw_named, adamw_options
+from trainstep.training.optimizer import adamw_named, adamw_options, make_state, with_masters
 
 RATE = 1e-2
 
@@ -79,3 +79,29 @@ def test_the_requested_implementation_is_used(implementation: str):
 @pytest.mark.parametrize("implementation", ADAMWS)
 def test_every_implementation_on_a_gpu_follows_the_formula(implementation: str):
     check(implementation, "cuda")
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("implementation", ADAMWS)
+def test_state_that_is_made_before_the_first_step_changes_no_value(implementation: str, masters: bool):
+    torch.manual_seed(5)
+    start = [torch.randn(3, 5), torch.randn(7), torch.zeros(2, 2)]
+    optimizer_cls = with_masters(adamw_named(implementation)) if masters else adamw_named(implementation)
+    trained = []
+    for early in (False, True):
+        weights = [nn.Parameter(x.bfloat16() if masters else x.clone()) for x in start]
+        optimizer = optimizer_cls(weights, **adamw_options(implementation, learning_rate=0.01))
+        if early:
+            make_state(optimizer)
+            assert all(torch.equal(weight, x.to(weight.dtype)) for weight, x in zip(weights, start, strict=True))
+            assert all(weight.grad is None for weight in weights)
+            assert all(optimizer.state[weight]["step"].item() == 0 for weight in weights)
+            assert all(
+                not optimizer.state[weight][name].any() for weight in weights for name in ("exp_avg", "exp_avg_sq")
+            )
+        for step in range(3):
+            for weight, x in zip(weights, start, strict=True):
+                weight.grad = (x.sin() + step).to(weight.dtype)
+            optimizer.step()
+        trained.append(weights)
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))

@@ -20,9 +20,15 @@ from trainstep.plan.memory_terms import pieces_of, updated_pieces
 from trainstep.plan.optimizer_state import Updated
 from trainstep.plan.replicated_tensors import InBuckets, Replicated, Setup, UpdatedInBackward
 
+_LEAST_COPIED_BYTES = 2**20
+"""Smaller messages go by the library, as CopyOptions of parallel/copies/messages.py say."""
+
 
 class InUnits(Replicated):
-    """Gradients in flat shards: sharded_flat. A unit's whole gradients go through a staging buffer to this rank's shard."""
+    """Gradients in flat shards: sharded_flat. A unit's whole gradients go through a staging buffer to this rank's shard.
+
+    With transport copies peers read the gradients where they are, which then live until the message has arrived.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -31,8 +37,9 @@ class InUnits(Replicated):
         self._backward = trained[::-1]
         self._complete: set[str] = set()
         self._next = 0
-        self._in_flight: deque[tuple[Unit, Tensor, tuple[Tensor, ...]]] = deque()
-        """Units that are being reduced, with staging buffer and, unless it is a kept shard, the tensor for the average."""
+        self._in_flight: deque[tuple[Unit, Tensor | None, Sequence[Tensor], Sequence[Tensor]]] = deque()
+        """Units that are being reduced, with the staging buffer or the gradients themselves, and the tensor for the average
+        unless it is a kept shard."""
         self._kept_shards = False
         """Whether this rank's gradients stay in the same memory: one graph leaves them to the next (training/captured.py)."""
         self._shelves: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
@@ -97,16 +104,21 @@ class InUnits(Replicated):
         unit = self._backward[self._next]
         self._next += 1
         self.before_sending(unit)
-        shelf = self._shelves.setdefault(self._kind(unit), [])
-        staging = shelf.pop() if shelf else self.live.new(self._sent_bytes(unit), COMMUNICATION)
+        whole = self.take_whole(unit.parameters)
+        staging = None
+        if not self._sent_where_they_are(unit, whole):
+            shelf = self._shelves.setdefault(self._kind(unit), [])
+            staging = shelf.pop() if shelf else self.live.new(self._sent_bytes(unit), COMMUNICATION)
         own_dtype = self._sent_bytes(unit) == unit.nbytes
         shards = (
             ()
             if self._kept_shards and own_dtype
             else (self.live.new(self._sent_bytes(unit) // self.exchange.shards, GRADIENTS),)
         )
-        self.live.drop(self.take_whole(unit.parameters))
-        self._in_flight.append((unit, staging, shards))
+        if staging is not None:
+            self.live.drop(whole)
+            whole = []
+        self._in_flight.append((unit, staging, whole, shards))
         if len(self._in_flight) > self.exchange.strategy.most_in_flight:
             self._receive()
 
@@ -114,8 +126,10 @@ class InUnits(Replicated):
         """A unit's gradients are complete."""
 
     def _receive(self) -> None:
-        unit, staging, shards = self._in_flight.popleft()
-        self._shelves[self._kind(unit)].append(staging)
+        unit, staging, whole, shards = self._in_flight.popleft()
+        if staging is not None:
+            self._shelves[self._kind(unit)].append(staging)
+        self.live.drop(whole)
         if self._kept_shards:
             self.live.drop(shards)
         elif self._sent_bytes(unit) == unit.nbytes:
@@ -123,6 +137,15 @@ class InUnits(Replicated):
         else:
             self._shards.append(self.live.new(unit.nbytes // self.exchange.shards, GRADIENTS))
             self.live.drop(shards)
+
+    def _sent_where_they_are(self, unit: Unit, whole: Sequence[Tensor]) -> bool:
+        """Whether copies send these gradients: all are there, in the dtype in which they are averaged."""
+        sizes = [parameter.numel * self.exchange.gradient_bytes(parameter) for parameter in unit.parameters]
+        return (
+            self.sync.transport == "copies"
+            and self._sent_bytes(unit) >= _LEAST_COPIED_BYTES
+            and [tensor.nbytes for tensor in whole] == sizes
+        )
 
     def _sent_bytes(self, unit: Unit) -> int:
         return unit.layout.numel * self.exchange.gradient_bytes(unit.parameters[0])

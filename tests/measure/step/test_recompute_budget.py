@@ -1,6 +1,7 @@
 """Recomputation chosen for a budget: measured costs predict what steps hold, and no step holds more than its budget."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -169,7 +170,16 @@ def test_compiled_blocks_are_measured_uncompiled_on_a_cpu():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.fixture
+def whole_gpu() -> Iterator[None]:
+    """Takes the limit of memory away again, that a budget sets."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("whole_gpu")
 @pytest.mark.parametrize(
     ("compile_", "capture"), [("none", "none"), ("block", "none"), ("none", "step"), ("block", "step")]
 )

@@ -3,18 +3,21 @@
     recomputation = fit_budget(assembly)     # before the first step; sets the modes of assembly.recomputed
     recomputation.facts(), recomputation.tables()
 
-1. A forward and backward of the first micro-batch, every block recomputed: the bytes before the blocks, at the head, and behind it.
-2. Each kind of block alone (blocks with equal parameters and inputs are one kind), in each mode: the bytes that it keeps, the most
+1. The optimizer's state is made, so that it has memory of its own: made after the first step's forward, it would lie between what
+   that left, and the next step's tensors would not find room as large as theirs was.
+2. A forward and backward of the first micro-batch, every block recomputed: the bytes before the blocks, at the head, and behind it.
+3. Each kind of block alone (blocks with equal parameters and inputs are one kind), in each mode: the bytes that it keeps, the most
    that its backward holds, and the time of both passes, in rounds over the modes.
-3. plan/recomputation.py chooses. Optimizer state that does not exist yet is counted by formula: two moments for each parameter.
-4. A forward and backward with the choice. What it held more or less than predicted, the next choice may hold less or more.
+4. plan/recomputation.py chooses.
+5. Two passes with the choice, the second with what the first left in the allocator. What they held more or less than predicted, the
+   next choice may hold less or more. On a GPU a choice that reserved more also fits if two passes end that may not reserve more.
 
 Nothing of this changes a weight, a buffer, a gradient or the random numbers, so losses stay those of a run without a budget. Bytes
 are the allocator's: on a GPU those that it reserves, on a CPU (which keeps no count) those of the tensors that operators make.
 On a CPU compiled blocks are measured uncompiled. With capture on a GPU, times are the device's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,10 +32,10 @@ from trainstep.records.facts import Fact, facts_of
 from trainstep.training.batches import Batch
 from trainstep.training.block_chain import chain_blocks
 from trainstep.training.build import Assembly
-from trainstep.training.optimizer import MasterWeights
+from trainstep.training.optimizer import MasterWeights, make_state
 from trainstep.training.recompute import RecomputedForward
 
-_COUNT_BYTES = {"cpu": 4, "cuda": 512}
+_LOSS_BYTES = {"cpu": 4, "cuda": 512}
 """Bytes of a number of four bytes: a GPU's allocator gives out multiples of 512."""
 _TRIES = 4
 """Times that a choice is made, each with less than the one before has exceeded the budget by."""
@@ -95,6 +98,8 @@ def fit_budget(assembly: Assembly) -> Recomputation:
     assert assembly.run.recompute_budget_gib is not None
     budget_bytes = int(assembly.run.recompute_budget_gib * 2**30)
     with _without_effects(assembly), _uncompiled_on_cpu(assembly):
+        if assembly.step.optimizer is not None:
+            make_state(assembly.step.optimizer)
         batch = assembly.micro_batches(0)[0]
         moments = _pass_with_notes(assembly, batch)
         notes = moments.notes
@@ -123,8 +128,10 @@ def _verified(assembly: Assembly, batch: Batch, step: StepCost, budget_bytes: in
         if choice in tried:
             break
         set_choice(assembly.recomputed, choice)
-        tried[choice] = max(_peak_bytes(assembly, batch) + _state_bytes(assembly), step.optimizer_bytes)
+        tried[choice] = max(_peak_bytes(assembly, batch), step.optimizer_bytes)
         most_bytes = budget_bytes + choice.peak_bytes - tried[choice]
+        if tried[choice] > budget_bytes and _ends_within(assembly, batch, budget_bytes):
+            tried[choice] = budget_bytes
     fitting = [choice for choice, held in tried.items() if held <= budget_bytes]
     if not fitting:
         least = min(tried, key=lambda choice: tried[choice])
@@ -133,9 +140,7 @@ def _verified(assembly: Assembly, batch: Batch, step: StepCost, budget_bytes: in
     set_choice(assembly.recomputed, best)
     if assembly.device.type == "cuda":  # so that fragments are given back before they pass the budget
         torch.cuda.empty_cache()
-        total_bytes = torch.cuda.get_device_properties(assembly.device).total_memory
-        # By its number: torch refuses a device "cuda" without one here
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), assembly.device.index)
+        _reserve_at_most(budget_bytes, assembly.device)
     return best, tried[best]
 
 
@@ -205,15 +210,14 @@ def _step_cost(assembly: Assembly, moments: _Moments, blocks: Sequence[BlockCost
     """What the step costs with these blocks, by the moments of the pass in which each kept its input."""
     base = 0 if assembly.device.type == "cuda" else _module_bytes(assembly)
     gradients = sum(x.nbytes for x in _trained(assembly))
-    earlier = gradients + _COUNT_BYTES[assembly.device.type] if assembly.run.accumulation > 1 else 0  # and a loss
-    state, update = _state_bytes(assembly), _update_bytes(assembly)
+    earlier = gradients + _LOSS_BYTES[assembly.device.type] if assembly.run.accumulation > 1 else 0  # and a loss
     after_blocks = moments.before_blocks + sum(block.kept_bytes["block"] for block in blocks)
     return StepCost(
         blocks=blocks,
-        held_bytes=base + moments.before_blocks + state + earlier,
+        held_bytes=base + moments.before_blocks + earlier,
         head_bytes=max(0, moments.head_peak - after_blocks),
         after_head_bytes=max(0, moments.after_head - after_blocks),
-        optimizer_bytes=base + moments.began + state + gradients + update,
+        optimizer_bytes=base + moments.began + gradients + _update_bytes(assembly),
     )
 
 
@@ -221,23 +225,52 @@ def _step_cost(assembly: Assembly, moments: _Moments, blocks: Sequence[BlockCost
 
 
 def _peak_bytes(assembly: Assembly, batch: Batch) -> int:
-    """The most that a forward and backward of a micro-batch hold: on a GPU, what the allocator reserves."""
-    on_gpu = assembly.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-    try:
+    """The most that two steps' forward and backward hold: on a GPU, what the allocator reserves."""
+    if assembly.device.type != "cuda":
         with live_bytes(assembly.device) as live:
-            if assembly.run.accumulation > 1:  # later micro-batches find gradients and a loss
-                earlier = _forward_backward(assembly, batch, clear=False)  # noqa: F841
-            live.begin_peak()
-            _forward_backward(assembly, batch)
-            if on_gpu:
-                torch.cuda.synchronize()
-                return torch.cuda.max_memory_reserved(assembly.device)
+            _last_micro_batch(assembly, batch, live.begin_peak)
             return _module_bytes(assembly) + live.peak()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(assembly.device)
+    try:
+        for _ in range(2):
+            _last_micro_batch(assembly, batch)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved(assembly.device)
     except torch.OutOfMemoryError:
         assembly.step.clear_gradients()
         return torch.cuda.get_device_properties(assembly.device).total_memory
+
+
+def _ends_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> bool:
+    """Whether two steps' forward and backward end on a GPU that may reserve no more, and gives fragments back before it would."""
+    if assembly.device.type != "cuda":
+        return False
+    torch.cuda.empty_cache()
+    _reserve_at_most(budget_bytes, assembly.device)
+    try:
+        for _ in range(2):
+            _last_micro_batch(assembly, batch)
+    except torch.OutOfMemoryError:
+        assembly.step.clear_gradients()
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, assembly.device.index)
+    return True
+
+
+def _reserve_at_most(budget_bytes: int, device: torch.device) -> None:
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    # By its number: torch refuses a device "cuda" without one here
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), device.index)
+
+
+def _last_micro_batch(assembly: Assembly, batch: Batch, begin: Callable[[], None] = lambda: None) -> None:
+    """Run forward and backward, which find gradients and a loss if the step has several micro-batches. `begin` is called before."""
+    if assembly.run.accumulation > 1:
+        earlier = _forward_backward(assembly, batch, clear=False)  # noqa: F841
+    begin()
+    _forward_backward(assembly, batch)
 
 
 def _forward_backward(assembly: Assembly, batch: Batch, *, clear: bool = True) -> Tensor:
@@ -263,16 +296,6 @@ def _module_bytes(assembly: Assembly) -> int:
     state = [x for values in states for x in values.values() if isinstance(x, Tensor)]
     tensors = [*assembly.module.parameters(), *assembly.module.buffers(), *state]
     return sum({id(x): x.nbytes for x in tensors}.values())
-
-
-def _state_bytes(assembly: Assembly) -> int:
-    """What AdamW makes in the first step for each parameter: two moments, of fp32 masters in fp32, and a count of steps."""
-    optimizer = assembly.step.optimizer
-    if optimizer is None:
-        return 0
-    masters = isinstance(optimizer, MasterWeights)
-    count_bytes = _COUNT_BYTES[assembly.device.type]
-    return sum(2 * x.numel() * (4 if masters else x.element_size()) + count_bytes for x in _trained(assembly))
 
 
 def _update_bytes(assembly: Assembly) -> int:
