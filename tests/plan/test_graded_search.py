@@ -41,10 +41,8 @@ def on_h200() -> list[GridGrade]:
 
 def test_the_choice_is_within_3_percent_of_the_best(on_h100: list[GridGrade], on_h200: list[GridGrade]):
     grids = [[(grade.grid.work[1], grade.grid.work[3]) for grade in grades] for grades in (on_h100, on_h200)]
-    assert grids == [
-        [("medium", 1), ("small", 1), ("large", 1), ("medium", 2)],
-        [("medium", 1), ("small", 1), ("large", 1)],
-    ]
+    one_gpu = {("medium", 1), ("small", 1), ("large", 1)}
+    assert [set(works) for works in grids] == [one_gpu | {("medium", 2)}, one_gpu]
     for grade in [*on_h100, *on_h200]:
         assert len(grade.grid.cells) >= LEAST_CELLS
         assert grade.loss <= 0.03, plain(grade)
