@@ -9,6 +9,7 @@ that it is (`as_if_capturing`), so that what they do then is what is watched.
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
@@ -228,6 +229,10 @@ class CapturedStep:
     def pool_unused_bytes(self) -> int:
         """Bytes of the pool that no tensor has now: only the next launch may use them."""
         return self._recorder.pool_bytes(unused=True)
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Enqueue inside as an eager step does: on the stream of the captures, in order with the current one."""
+        return self._recorder.eager()
 
     def _shape_of(self, batch: Any) -> Hashable:
         """The shape of the batch, with the modes of torch that change what runs: autograd and autocast around the call."""

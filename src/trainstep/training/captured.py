@@ -114,6 +114,10 @@ class CapturedTrainStep:
         """Seconds that the capture itself took."""
         return self._captured.capture_s
 
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Enqueue inside on the stream of the captures, which has a workspace of cuBLAS and cached memory of its own."""
+        return self._captured.on_stream()
+
     def pool_bytes(self) -> int:
         """Bytes of the device's memory that belong to the graph."""
         return self._captured.pool_bytes()

@@ -56,15 +56,19 @@ def test_no_step_holds_more_than_its_budget_and_larger_budgets_add_less(
 ):
     _, unbounded = fitted(**fields)
     assert unbounded.choice.added_s == 0
-    # The same costs for every budget: times that are measured again would differ.
-    costs = {tuple(block.kept_bytes.items()): block for block in unbounded.step.blocks}
+    # The same costs for every budget, and times that no load changes: what keeps less takes longer.
+    added_s = {mode: float(number) for number, mode in enumerate(MODES)}
+    costs = {
+        tuple(block.kept_bytes.items()): dataclasses.replace(block, added_s=added_s) for block in unbounded.step.blocks
+    }
     measure = recompute_budget.block_cost
     monkeypatch.setattr(
         recompute_budget,
         "block_cost",
         lambda *arguments: costs[tuple(measure(*arguments).kept_bytes.items())],
     )
-    choices = curve(unbounded.step, points=4)
+    blocks = [costs[tuple(block.kept_bytes.items())] for block in unbounded.step.blocks]
+    choices = curve(dataclasses.replace(unbounded.step, blocks=blocks), points=4)
     low, high = choices[0].peak_bytes, choices[-1].peak_bytes
     one_block = max(block.kept_bytes["none"] - block.kept_bytes["block"] for block in unbounded.step.blocks)
     added = []

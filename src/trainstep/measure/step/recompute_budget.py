@@ -18,7 +18,7 @@ On a CPU compiled blocks are measured uncompiled. With capture on a GPU, times a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,7 +97,7 @@ def fit_budget(assembly: Assembly) -> Recomputation:
     """Set the modes with the least added time whose step fits into the run's recompute_budget_gib. Raises BudgetTooSmall."""
     assert assembly.run.recompute_budget_gib is not None
     budget_bytes = int(assembly.run.recompute_budget_gib * 2**30)
-    with _without_effects(assembly), _uncompiled_on_cpu(assembly):
+    with _without_effects(assembly), _uncompiled_on_cpu(assembly), _on_stream(assembly):
         if assembly.step.optimizer is not None:
             make_state(assembly.step.optimizer)
         batch = assembly.micro_batches(0)[0]
@@ -232,19 +232,25 @@ def _peak_bytes(assembly: Assembly, batch: Batch) -> int:
             return _module_bytes(assembly) + live.peak()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(assembly.device)
+    reserved, allocated = torch.cuda.memory_reserved(assembly.device), torch.cuda.memory_allocated(assembly.device)
+    # A graph's tensors cannot lie in the gaps between weights and state, as those of an eager step do.
+    gaps = reserved - allocated if assembly.captured is not None else 0
     try:
         for _ in range(2):
             _last_micro_batch(assembly, batch)
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_reserved(assembly.device)
+        return torch.cuda.max_memory_reserved(assembly.device) + gaps
     except torch.OutOfMemoryError:
         assembly.step.clear_gradients()
         return torch.cuda.get_device_properties(assembly.device).total_memory
 
 
 def _ends_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> bool:
-    """Whether two steps' forward and backward end on a GPU that may reserve no more, and gives fragments back before it would."""
-    if assembly.device.type != "cuda":
+    """Whether two steps' forward and backward end on a GPU that may reserve no more, and gives fragments back before it would.
+
+    Not what a capture needs, in which nothing is given back.
+    """
+    if assembly.device.type != "cuda" or assembly.captured is not None:
         return False
     torch.cuda.empty_cache()
     _reserve_at_most(budget_bytes, assembly.device)
@@ -319,6 +325,13 @@ def _without_effects(assembly: Assembly) -> Iterator[None]:
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
+
+
+def _on_stream(assembly: Assembly) -> AbstractContextManager[None]:
+    """Where the steps will run: a captured one on its graph's stream, for which cuBLAS makes another workspace."""
+    if assembly.captured is None or assembly.device.type != "cuda":
+        return nullcontext()
+    return assembly.captured.on_stream()
 
 
 @contextmanager
