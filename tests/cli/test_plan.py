@@ -40,6 +40,22 @@ def test_a_step_that_does_not_fit_ends_with_1_and_says_what_would(capsys: pytest
     assert planned["needed_bytes"] == pytest.approx(row["cuts"][-1]["needed_bytes"], rel=0.02)
 
 
+def test_as_few_narrow_blocks_are_advised_as_fit(capsys: pytest.CaptureFixture[str]):
+    command = ["plan", "--model", "8B", "--context", "32768", "--batch-size", "1", "--ranks", "2", "--gpu", "h200"]
+    command += ["--precision", "bf16", "--ops", "fused", "--attention", "trainstep", "--adamw", "trainstep", "--json"]
+    command += ["--sync", "fsdp", "--recompute", "selective"]
+    assert app.run(command) == 0
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    [cut] = row["cuts"]
+    option, blocks = cut["options"].split()
+    assert (option, cut["fits"]) == ("--narrow-blocks", True)
+    assert row["tight"] is True
+    for fewer, fits in ((0, True), (1, False)):
+        assert app.run([*command, option, str(int(blocks) - fewer)]) == 0
+        [row] = json.loads(capsys.readouterr().out)["rows"]
+        assert (not row["tight"]) is fits
+
+
 def test_categories_add_up_at_every_moment(capsys: pytest.CaptureFixture[str]):
     app.run([*FITTING, "--precision", "bf16_autocast", "--attention", "plain", "--json"])
     [row] = json.loads(capsys.readouterr().out)["rows"]

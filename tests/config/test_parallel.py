@@ -33,6 +33,7 @@ def test_plain_values_give_the_same_config():
         ({"ranks": 1, "sync": "torch_ddp"}, "ranks: torch_ddp needs several ranks"),
         ({"compile": "model", "sync": "fsdp"}, "compile: fsdp gathers parameters block by block"),
         ({"window_steps": 0}, "window_steps: must be"),
+        ({"inspect": False, "keep_trace": "t"}, "keep_trace: only an inspected step has a trace"),
         ({"ahead": 3}, "ahead: must be 0, 1 or 2"),
         ({"context": 0}, "context: must be"),
         ({"contxt": 1}, "parallel: unknown key 'contxt' (did you mean context?)"),

@@ -130,6 +130,11 @@ def test_seeds_are_limited_to_those_of_torch():
         ({"recompute": "selectiv"}, "did you mean selective"),
         ({"recompute_every": 2}, "recompute_every: has no effect without recompute"),
         ({"recompute": "block", "recompute_every": 0}, "recompute_every: must be a whole number of at least 1"),
+        ({"narrow_blocks": 1}, "narrow_blocks: are those of which recompute selective keeps less"),
+        ({"narrow_blocks": 1, "recompute": "narrow"}, "take recompute selective, or leave it out"),
+        ({"narrow_blocks": 1, "recompute": "selective", "recompute_every": 2}, "recompute_every leaves out blocks"),
+        ({"narrow_blocks": 99, "recompute": "selective"}, "narrow_blocks: the model has 2 blocks, not 99"),
+        ({"narrow_blocks": -1, "recompute": "selective"}, "narrow_blocks: must be a whole number of at least 0"),
         (
             {"recompute": "selective", "attention": "flex", "device": "cuda", "precision": "bf16"},
             "attention: flex compiles itself",

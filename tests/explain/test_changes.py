@@ -50,6 +50,14 @@ def test_only_strategies_without_buckets_are_told_of_them():
         assert change_of(config, "exposed_messages") == (change, False)
 
 
+def test_recomputing_nothing_is_advised_with_what_it_refuses():
+    few = a_config(recompute="selective", narrow_blocks=1)
+    assert change_of(few, "recomputation") == ({"recompute": "none", "narrow_blocks": 0}, False)
+    assert ("recomputation", {"recompute": "none", "recompute_every": 1}) in changes_of(
+        a_config(recompute="block", recompute_every=2)
+    )
+
+
 def test_a_model_without_formulas_has_no_change():
     assert change_of(None, "optimizer") == ({}, False)
 

@@ -58,24 +58,26 @@ def test_kept_bytes_are_what_autograd_saves(precision, attention, shape):
 @st.composite
 def runs(draw: st.DrawFn) -> RunConfig:
     """Small runs of every precision, op, attention and recomputation whose kept bytes a CPU can count."""
-    heads = draw(st.integers(1, 3))
+    heads, layers = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     shape = (
         heads * draw(st.sampled_from((16, 32))),
         8 * draw(st.integers(1, 8)),
-        draw(st.integers(1, 4)),
+        layers,
         heads,
         draw(st.integers(2, 60)),
         draw(st.integers(1, 3)),
         draw(st.integers(2, 40)),
     )
     recompute = draw(st.sampled_from(("none", "selective", "narrow", "block")))
+    every = 1 if recompute == "none" else draw(st.integers(1, 3))
     return run_of(
         shape,
         precision=draw(st.sampled_from(("fp32", "bf16_autocast", "bf16", "bf16_master"))),
         attention=draw(st.sampled_from(("plain", "trainstep"))),
         ops=draw(st.sampled_from(("plain", "fused"))),
         recompute=recompute,
-        recompute_every=1 if recompute == "none" else draw(st.integers(1, 3)),
+        recompute_every=every,
+        narrow_blocks=draw(st.integers(0, layers)) if recompute == "selective" and every == 1 else 0,
         mode="forward_backward",
     )
 

@@ -71,10 +71,15 @@ def test_the_best_of_several_gpus_is_that_of_trying_all(h200: Calibration):
 
 def test_no_prediction_is_below_its_bounds(h200: Calibration):
     named = {**SMALL, "precision": ["bf16_autocast", "fp32"], "compile": ["none", "block"], "recompute_every": [1, 2]}
-    space = space_of(named, global_batch=8, ranks=[4])
+    few = {**named, "recompute_every": [1], "recompute": ["selective"], "narrow_blocks": [0, 1, 2]}
     bounds = Bounds(h200)
-    configs = every_config(space, 4)
-    for config in configs[:: len(configs) // 40]:
+    configs = [
+        config
+        for values in (named, few)
+        for some in [every_config(space_of(values, global_batch=8, ranks=[4]), 4)]
+        for config in some[:: len(some) // 40]
+    ]
+    for config in configs:
         assert bounds.time_s(config) <= step_time(config, h200).step.time_s * (1 + 1e-9), config
         prediction = predict(config, steps=2)
         assert bounds.bytes(config) <= prediction.needed_bytes, config
@@ -84,8 +89,11 @@ def test_no_prediction_is_below_its_bounds(h200: Calibration):
 def test_the_bound_of_kept_bytes_is_their_formula(h200: Calibration):
     from trainstep.plan.activations import kept_bytes
 
-    space = space_of({**SMALL, "recompute_every": [1, 2]}, global_batch=None, ranks=[1])
-    for run in space.runs(1):
+    spaces = [
+        space_of({**SMALL, **values}, global_batch=None, ranks=[1])
+        for values in ({"recompute_every": [1, 2]}, {"recompute": ["selective"], "narrow_blocks": [1, 2]})
+    ]
+    for run in (run for space in spaces for run in space.runs(1)):
         assert Bounds(h200).kept_bytes(run) == sum(kept_bytes(run).values())
 
 

@@ -210,6 +210,13 @@ def test_every_second_block_recomputes():
     assert_same(trained(recompute="block", recompute_every=2), without_recomputing())
 
 
+def test_the_first_blocks_may_keep_less_than_the_others():
+    options = {"recompute": "selective", "narrow_blocks": 1}
+    assembly = built(**options)
+    assert [forward.mode for forward in assembly.recomputed] == ["narrow", "selective", "selective", "selective"]
+    assert_same(trained(**options), without_recomputing())
+
+
 class Changing(nn.Module):
     """Changes a kept result in place."""
 

@@ -197,6 +197,11 @@ class ParallelConfig(RanksConfig):
         10,
     )
     check_agreement: bool = described("after the timed steps, check by hash that replicas are equal on all ranks", True)
+    inspect: bool = described(
+        "after the timed steps, run some ten more, which count messages and FLOPs, measure memory by phase and record traces; "
+        "false: times, losses and peaks alone, for steps that take seconds",
+        True,
+    )
     keep_trace: str | None = described(
         "folder for the trace of one step, a .json.gz per rank: open them together in Perfetto (ui.perfetto.dev)", None
     )
@@ -205,6 +210,8 @@ class ParallelConfig(RanksConfig):
         super().__post_init__()
         check_nodes(self.ranks, self.nodes)
         check_integer(self, "window_steps", at_least=1)
+        if self.keep_trace is not None and not self.inspect:
+            raise ValueError("keep_trace: only an inspected step has a trace; leave it out, or take inspect true")
         if self.keep_trace is not None and self.run.capture != "none":
             raise ValueError(
                 "keep_trace: a graph's messages have no names in a trace; leave it out, or take capture none"

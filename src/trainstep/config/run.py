@@ -68,6 +68,9 @@ class RunConfig:
         RECOMPUTES,
     )
     recompute_every: int = described("recompute in every k-th block only", 1)
+    narrow_blocks: int = described(
+        "with recompute selective: so many blocks, the first, keep only what narrow keeps", 0
+    )
     recompute_budget_gib: float | None = described(
         "choose, from measured bytes and times of this model's blocks, the least recomputation whose step fits into this many GiB",
         None,
@@ -153,6 +156,7 @@ class RunConfig:
             raise ValueError(
                 "recompute_every: has no effect without recompute; take recompute block, selective or narrow"
             )
+        self._check_narrow_blocks()
         keeps_attention = self.recompute in ("selective", "narrow") or self.recompute_budget_gib is not None
         if keeps_attention and self.attention == "flex" and isinstance(self.model, ModelConfig):
             raise ValueError(
@@ -175,6 +179,19 @@ class RunConfig:
             raise ValueError(
                 "recompute_budget_gib: its measured backward must not update weights; take update after_backward"
             )
+
+    def _check_narrow_blocks(self) -> None:
+        check_integer(self, "narrow_blocks", at_least=0)
+        if not self.narrow_blocks:
+            return
+        if self.recompute != "selective":
+            raise ValueError(
+                "narrow_blocks: are those of which recompute selective keeps less; take recompute selective, or leave it out"
+            )
+        if self.recompute_every != 1:
+            raise ValueError("narrow_blocks: recompute_every leaves out blocks; leave one of the two out")
+        if isinstance(self.model, ModelConfig) and self.narrow_blocks > self.model.layers:
+            raise ValueError(f"narrow_blocks: the model has {self.model.layers} blocks, not {self.narrow_blocks}")
 
     def _check_sync(self) -> None:
         if self.sync in ("step", "phase"):

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainstep.config.parallel import RanksConfig
-from trainstep.explain.changes import change_of
+from trainstep.explain.changes import ALL_BLOCKS, change_of
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
 from trainstep.explain.gain import expected_share, gain_of
@@ -297,7 +297,7 @@ class _Parts:
         run, now = self.config.run, self.predicted
         part = MATMUL if group == ATTENTION_MATMUL else group
         if run.recompute != "none" and part in now.classes:
-            without = changed(self.config, {"recompute": "none"}, self.calibration)
+            without = changed(self.config, {"recompute": "none", **ALL_BLOCKS}, self.calibration)
             if without is not None and now.classes[part]:
                 share = 1 - without.classes[part] / now.classes[part]
                 found.append(("recomputation", max(0.0, share), f"blocks recompute in mode {run.recompute}"))

@@ -40,12 +40,14 @@ _AS_GOOD: Mapping[tuple[str, str], Sequence[str]] = {
     ("attention", "sdpa"): ("sdpa_flash", "sdpa_cudnn"),
 }
 """A change -> other values of its field with which it is not to be advised."""
+ALL_BLOCKS: Mapping[str, Any] = {"recompute_every": 1, "narrow_blocks": 0}
+"""Every block recomputes alike: the values without which recompute none is refused."""
 MANY_MESSAGES = ("naive", "overlapped")
 """Strategies with a message for each gradient, which buckets send in less time."""
 _WITHOUT_BUCKETS = (*MANY_MESSAGES, "flat")
 
 
-def change_of(config: RanksConfig | None, cause: str) -> tuple[dict[str, str], bool]:
+def change_of(config: RanksConfig | None, cause: str) -> tuple[dict[str, Any], bool]:
     """The fields that remove the cause, and whether the config has all such changes already, of which it is then the last.
 
     No fields where there are only words, or the config refuses every change.
@@ -62,6 +64,7 @@ def change_of(config: RanksConfig | None, cause: str) -> tuple[dict[str, str], b
         fields = dict(change)
         if cause == "host_launches" and config.run.adamw in ("loop", "foreach"):
             fields |= {"adamw": "fused"}
+        fields |= _of_recompute(config.run, fields)
         if _is_valid(config.run, fields):
             return fields, False
     return taken, bool(taken)
@@ -81,9 +84,17 @@ def changes_of(config: RanksConfig) -> list[tuple[str, dict[str, Any]]]:
                 fields = {} if _is_taken(config.run, change) else dict(change)
             if "capture" in fields and config.run.adamw in ("loop", "foreach"):
                 fields |= {"adamw": "fused"}
+            fields |= _of_recompute(config.run, fields)
             if fields:
                 found.setdefault(str(sorted(fields.items())), (cause, fields))
     return list(found.values())
+
+
+def _of_recompute(run: RunConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What must change with recompute none: which blocks recompute."""
+    if fields.get("recompute") != "none":
+        return {}
+    return {name: value for name, value in ALL_BLOCKS.items() if getattr(run, name) != value}
 
 
 def _of_strategy(config: RanksConfig, change: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,8 @@ def reference(run: RunConfig) -> RunConfig:
         compile="block",
         ops="plain",
         recompute="none",
+        recompute_every=1,
+        narrow_blocks=0,
         recompute_budget_gib=None,
         adamw="fused",
         update="after_backward",

@@ -138,8 +138,9 @@ def widths_of(run: RunConfig) -> Widths:
 
 def modes_of(run: RunConfig) -> list[str]:
     """The mode of each block's recomputation, as training/build.py sets it."""
-    layers = range(model_of(run).layers)
-    return [run.recompute if layer % run.recompute_every == 0 else "none" for layer in layers]
+    layers = range(run.narrow_blocks, model_of(run).layers)
+    modes = [run.recompute if layer % run.recompute_every == 0 else "none" for layer in layers]
+    return ["narrow"] * run.narrow_blocks + modes
 
 
 def check_known(run: RunConfig) -> None:

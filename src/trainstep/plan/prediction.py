@@ -18,7 +18,7 @@ from trainstep.costs.traced_step import TracedStep
 from trainstep.plan.activations import kept_bytes
 from trainstep.plan.live_tensors import ACTIVATION, COPY, GRADIENTS, LOGITS, PARAMETERS, STATE
 from trainstep.plan.memory_terms import transformer_parameters
-from trainstep.plan.model_ops import RECOMPUTED, TILED
+from trainstep.plan.model_ops import RECOMPUTED, TILED, model_of
 from trainstep.plan.peak_memory import computed_run, expected_memory
 from trainstep.plan.step_memory import replay
 from trainstep.plan.step_replay import StepMemory
@@ -261,12 +261,24 @@ def _recomputations(prediction: Prediction) -> list[dict[str, object]]:
     if run.recompute_every != 1 or run.compile == "model":
         return []
     modes = RECOMPUTED[RECOMPUTED.index(run.recompute) + 1 :] if run.recompute in RECOMPUTED else RECOMPUTED
+    every = {"narrow_blocks": 0} if run.narrow_blocks else {}
     if prediction.gpu_memory_bytes is None or prediction.traced:
-        return [{"recompute": mode} for mode in modes]
+        return [{"recompute": mode, **every} for mode in modes]
     kept = sum(kept_bytes(run).values())
     missing = prediction.high_bytes - prediction.gpu_memory_bytes
-    enough = [mode for mode in modes if kept - sum(kept_bytes(replace(run, recompute=mode)).values()) >= missing]
-    return [{"recompute": mode} for mode in enough or modes[-1:]]
+
+    def saved(**changes: object) -> int:
+        return kept - sum(kept_bytes(replace(run, **changes)).values())  # type: ignore[arg-type]
+
+    enough: list[dict[str, object]] = [
+        {"recompute": mode, **every} for mode in modes if saved(recompute=mode, narrow_blocks=0) >= missing
+    ]
+    few: list[dict[str, object]] = []
+    if run.recompute == "selective" and run.narrow_blocks < (layers := model_of(run).layers):
+        each = saved(narrow_blocks=run.narrow_blocks + 1)
+        if each > 0 and (blocks := run.narrow_blocks + max(1, -(-missing // each))) < layers:
+            few = [{"narrow_blocks": blocks}]
+    return [*few, *(enough or [{"recompute": mode, **every} for mode in modes[-1:]])]
 
 
 def _allowed(

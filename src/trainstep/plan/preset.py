@@ -43,7 +43,7 @@ def _row(when: str = ALWAYS, *, otherwise: Options | None = None, built_in: bool
     return Change(options=options, otherwise=otherwise or {}, when=when, built_in=built_in)
 
 
-_UNCAPTURED, _EVERY = {"capture": "none"}, {"recompute_every": 1}
+_UNCAPTURED, _EVERY = {"capture": "none"}, {"recompute_every": 1, "narrow_blocks": 0}
 CHANGES = (
     _row(IF_TOO_LARGE, recompute="selective"),
     _row(IF_TOO_LARGE, recompute="narrow"),

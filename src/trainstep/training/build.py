@@ -176,6 +176,8 @@ def _recompute(module: nn.Module, run: RunConfig) -> list[RecomputedForward]:
     )
     for block in blocks[:: run.recompute_every]:
         block.mode = "block" if run.recompute_budget_gib is not None else run.recompute
+    for block in blocks[: run.narrow_blocks]:  # what the first blocks keep is held longest
+        block.mode = "narrow"
     return blocks
 
 

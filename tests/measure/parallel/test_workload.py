@@ -240,6 +240,14 @@ def test_each_rank_keeps_its_trace(tmp_path: Path):
         assert "all_reduce bucket 0" in names
 
 
+def test_a_step_that_is_not_inspected_has_its_times_losses_and_agreement_alone():
+    findings, _ = run_ranks(2, measured, {"sync": "bucketed", "inspect": False})
+    assert set(findings.tables) == {"losses"}
+    assert {"step", "window_step"} <= set(findings.samples)
+    assert findings.facts["agreement"].value == "parameters and buffers"
+    assert not {"wire_bytes", "model_flops"} & set(findings.facts)
+
+
 def test_a_single_rank_sends_nothing():
     config = build_config("parallel", {**SMALL, "ranks": 1, "sync": "bucketed", "warmups": 1, "window_steps": 1})
     measurement = parallel.WORKLOAD.prepare(to_plain(config), lambda _stage: None)

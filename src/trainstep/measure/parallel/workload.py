@@ -94,14 +94,11 @@ class ParallelMeasurement:
 
         Each inspection runs steps on all ranks, so every rank makes them in this order.
         """
-        timed = self.timed.finish()
+        timed = self.timed.finish(inspects=self.config.inspect)
         facts, tables = {**timed.facts, **self.meeting_facts}, dict(timed.tables)
-        inspections = {
-            "agreement": self._agreement,
-            "traffic": self._traffic,
-            "memory": self._memory,
-            "trace": self._trace,
-        }
+        inspections = {"agreement": self._agreement}
+        if self.config.inspect:
+            inspections |= {"traffic": self._traffic, "memory": self._memory, "trace": self._trace}
         for stage, inspect in inspections.items():
             with self.timed.built.names_out_of_memory():
                 self.timed.built.opened.stages.enter(stage)

@@ -153,8 +153,9 @@ class TrainStepMeasurement:
             self._timer.eager_step_again()
             self.built.opened.synchronize()
 
-    def finish(self) -> Findings:
-        """Inspect the step and return all results. Extra steps run here: they change no sample, even if they fail."""
+    def finish(self, *, inspects: bool = True) -> Findings:
+        """Inspect the step and return all results. Extra steps run here: they change no sample, even if they fail. `inspects`
+        False: without these steps."""
         opened, assembly, run = self.built.opened, self.assembly, self._run
         on_gpu = opened.device.type == "cuda"
         with self.built.names_out_of_memory():
@@ -175,13 +176,14 @@ class TrainStepMeasurement:
                 facts |= compilation_facts()
             facts |= self.built.capture_facts()
             facts |= self._recomputation.facts() if self._recomputation else {}
-            if on_gpu:
+            if on_gpu and inspects:
                 self._inspect(facts, "device-busy time and a reallocated step", self._inspect_device)
-            self._inspect(
-                facts,
-                "model FLOPs",
-                lambda facts: facts.update(flops_facts(run, self._timer.eager_step_again, assembly.recomputed)),
-            )
+            if inspects:
+                self._inspect(
+                    facts,
+                    "model FLOPs",
+                    lambda facts: facts.update(flops_facts(run, self._timer.eager_step_again, assembly.recomputed)),
+                )
         tables = self._recomputation.tables() if self._recomputation else {}
         if self._losses:
             tables["losses"] = {"loss": [loss if math.isfinite(loss) else None for loss in self._losses]}

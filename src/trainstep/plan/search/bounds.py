@@ -4,7 +4,8 @@
     bounds.time_s(config), bounds.bytes(config)
 
 Time: the device's kernels, without messages and without the host. Each is computed once for a rank's passes without recomputation
-and with each mode in every block; a step that recomputes every k-th block is between the two, in proportion to its blocks.
+and with each mode in every block; a step that recomputes every k-th block, or has some narrow ones, is between two of these, in
+proportion to its blocks.
 Memory: what peak_memory.py holds when forward ends with what forward keeps, or without it at its fullest moment; neither temporary
 tensors nor what the allocator rounds up.
 """
@@ -88,8 +89,10 @@ class Bounds:
 
     def kept_bytes(self, run: RunConfig) -> int:
         """What forward keeps for backward: as much more for each further group of blocks as for the second."""
-        key = ("kept", *_compute_of(run, run.recompute), run.recompute_every)
-        if key not in self._known:
+        key = ("kept", *_compute_of(run, run.recompute), run.recompute_every, run.narrow_blocks)
+        if key not in self._known and run.narrow_blocks:
+            self._known[key] = sum(kept_bytes(run).values())
+        elif key not in self._known:
             layers, every = model_of(run).layers, run.recompute_every
             groups, rest = divmod(layers, every)
             few = [rest + every, rest + 2 * every] if groups > 2 else [layers, layers]
@@ -108,15 +111,14 @@ class Bounds:
         return found
 
     def _passes(self, run: RunConfig) -> _Passes:
-        key = ("passes", *_compute_of(run, run.recompute), run.recompute_every)
+        key = ("passes", *_compute_of(run, run.recompute), run.recompute_every, run.narrow_blocks)
         if key not in self._known:
-            plain, whole = self._passes_of(run, "none"), self._passes_of(run, run.recompute)
-            share = _recomputed_blocks(run) / model_of(run).layers
-            self._known[key] = replace(
-                plain,
-                time_s=plain.time_s + share * (whole.time_s - plain.time_s),
-                launches=plain.launches + share * (whole.launches - plain.launches),
-            )
+            layers = model_of(run).layers
+            passes = self._passes_of(run, "none")
+            passes = _between(passes, self._passes_of(run, run.recompute), _recomputed_blocks(run) / layers)
+            if run.narrow_blocks:
+                passes = _between(passes, self._passes_of(run, "narrow"), run.narrow_blocks / layers)
+            self._known[key] = passes
         found: _Passes = self._known[key]
         return found
 
@@ -148,13 +150,22 @@ class Bounds:
         return sum(kernel.count * self._calibration.kernel_s(kernel, of.symbols).time_s for kernel in kernels)
 
 
+def _between(passes: _Passes, others: _Passes, share: float) -> _Passes:
+    """With this share of the blocks as in the others."""
+    return replace(
+        passes,
+        time_s=passes.time_s + share * (others.time_s - passes.time_s),
+        launches=passes.launches + share * (others.launches - passes.launches),
+    )
+
+
 def _compute_of(run: RunConfig, mode: str) -> tuple[Hashable, ...]:
     """What a rank's passes depend on."""
     return run.batch_size, run.precision, run.ops, run.compile, run.attention, mode
 
 
 def _every_block(run: RunConfig, mode: str) -> RunConfig:
-    return replace(run, recompute=mode, recompute_every=1)
+    return replace(run, recompute=mode, recompute_every=1, narrow_blocks=0)
 
 
 def _recomputed_blocks(run: RunConfig) -> int:

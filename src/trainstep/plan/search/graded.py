@@ -35,6 +35,7 @@ _RUN = (
     "compile",
     "recompute",
     "recompute_every",
+    "narrow_blocks",
     "capture",
     "adamw",
     "update",

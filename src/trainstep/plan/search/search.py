@@ -220,7 +220,7 @@ class _Search:
                     continue
                 group = sync, run.batch_size, run.accumulation, run.precision, run.update
                 kind = run.ops, run.compile, run.capture
-                alike = (*group, *kind, run.recompute, run.recompute_every, nbytes)
+                alike = (*group, *kind, run.recompute, run.recompute_every, run.narrow_blocks, nbytes)
                 before = fastest.get(alike)
                 if before is None or time_s < before.time_s:
                     sure = self._bounds.sure_bytes(config)

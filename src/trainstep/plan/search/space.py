@@ -53,6 +53,8 @@ _MOST_SIZES = 16
 MOST_SEQUENCES = 2**24
 """A larger global batch is no step of anyone's, and takes too long to divide."""
 _SAME_WORK = ("model", "context", "mode", "clip_grad_norm", "d_model", "d_ff", "layers", "heads", "vocab_size")
+_OF_RECOMPUTE = ("recompute_every", "narrow_blocks")
+"""Without recomputation they have no effect."""
 _SYNC_FIELDS = frozenset(("sync", *(option for strategy in STRATEGIES for option in strategy.options)))
 _BAD_VALUE = (": must be ", " is not known")
 """What sentences about a value that no combination can have say."""
@@ -77,7 +79,7 @@ class Space:
             names = [name for name in self.choices if name not in _SYNC_FIELDS and name not in DIVISION]
             for values in product(*(self.choices[name] for name in names)):
                 point = {**self._fixed(of_sync=False), **division, **dict(zip(names, values, strict=True))}
-                if _is_idle(point, "recompute_every", self.choices):
+                if any(_is_idle(point, name, self.choices) for name in _OF_RECOMPUTE):
                     continue
                 if (run := self._made(partial(build, PlannedRunConfig, point, where="plan"))) is not None:
                     found.append(run)
@@ -116,7 +118,7 @@ class Space:
         if config.ranks == 1:
             names = [name for name in names if name != "sync"]
         if config.run.recompute == "none":
-            names = [name for name in names if name != "recompute_every"]
+            names = [name for name in names if name not in _OF_RECOMPUTE]
         return {**({"ranks": config.ranks} if len(self.ranks) > 1 else {}), **{name: values[name] for name in names}}
 
     def command_options(self, config: RanksConfig) -> dict[str, Any]:
@@ -155,6 +157,8 @@ class Space:
                 changes["accumulation"] = each // value
             if name == "recompute" and value == "none":
                 changes["recompute_every"] = 1
+            if name == "recompute" and value != "selective":
+                changes["narrow_blocks"] = 0
             if name == "update" and value == "in_backward" and self._may("adamw", "trainstep"):
                 changes["adamw"] = "trainstep"
             return replace(config, run=replace(config.run, **changes))

@@ -56,7 +56,7 @@ _BOTH = ("", "expected_")
 Held = dict[str, dict[str, tuple[int, int | None]]]
 """Point of the step -> category -> bytes, measured and by formula."""
 _MESSAGE_TIMES = ("communication", "waiting", "transfer", "exposed")
-_WITHOUT_EFFECT = {"check_agreement", "keep_trace"}
+_WITHOUT_EFFECT = {"check_agreement", "inspect", "keep_trace"}
 """Config fields that change neither the step nor its time."""
 
 

@@ -194,6 +194,7 @@ def step_words(config: RanksConfig) -> str:
     words += [f"mode {run.mode}"] if run.mode != "step" else []
     words += [f"ops {run.ops}"] if run.ops != "plain" else []
     words += [f"recompute {run.recompute}"] if run.recompute != "none" else []
+    words += [f"{run.narrow_blocks} narrow blocks"] if run.narrow_blocks else []
     words += [f"update {run.update}"] if run.update != "after_backward" else []
     words += ["captured"] if run.capture != "none" else []
     words += [f"{config.ranks} ranks {config.sync.name}"] if config.ranks > 1 else []
