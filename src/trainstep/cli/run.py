@@ -14,8 +14,7 @@ from trainstep.cli.cells import check_page
 from trainstep.cli.options import is_installed
 from trainstep.cli.streams import give_back_streams, outliving_reader
 from trainstep.config.import_path import python_command
-from trainstep.config.script import ScriptConfig
-from trainstep.config.script_changes import changes_of_text
+from trainstep.config.script import ScriptConfig, changes_of_text
 from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
@@ -103,8 +102,7 @@ def run(
         Also log the times of steps to this project of trackio.
     apply
         Change the script from outside, as NAME=VALUE,NAME=VALUE: adamw=fused|trainstep, workers=N, pin_memory=on,
-        compile=module|reduce_overhead, precision=tf32|bf16_autocast, attention=trainstep, bucket_cap_mb=N, gc=off. The answer
-        says what found nothing to change.
+        compile=module|reduce_overhead, precision=tf32|bf16_autocast, attention=trainstep, bucket_cap_mb=N, gc=off.
     stop_after
         End the script cleanly after so many steps. The losses of the first ten are in the records.
     """

@@ -9,7 +9,7 @@ The options of a script are its changes: {} is the script as it is, {"adamw": "f
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainstep.config.script_changes import CHANGES
+from trainstep.config.script import CHANGES
 from trainstep.explain.budget import Budget
 from trainstep.explain.prove import Candidate
 

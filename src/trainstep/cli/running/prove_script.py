@@ -15,7 +15,7 @@ from trainstep.cli.options import GridOptions
 from trainstep.cli.running.preset import tell
 from trainstep.cli.running.prove import Request, measure, proof_store, same_machine, show_plan, write_proof_page
 from trainstep.cli.streams import outliving_reader, show_found
-from trainstep.config.script_changes import text_of_changes
+from trainstep.config.script import text_of_changes
 from trainstep.explain.prove import Candidate, Proof
 from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates
 from trainstep.explain.script_patch import lines_to_write, patch_of

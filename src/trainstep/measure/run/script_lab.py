@@ -34,7 +34,7 @@ from statistics import fmean
 from typing import Any
 
 from trainstep.config.import_path import python_command
-from trainstep.config.script_changes import text_of_changes
+from trainstep.config.script import text_of_changes
 from trainstep.measure.run.script import find_script
 from trainstep.plan.trials import Options, Trial
 from trainstep.records.compare import MINIMUM_PAIRS, Comparison, compare_samples

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from trainstep.config.script_changes import text_of_changes
+from trainstep.config.script import text_of_changes
 from trainstep.measure.run.applied import Applied
 from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.script import StoppedAfter
