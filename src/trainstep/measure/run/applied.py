@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainstep.measure.run.device_clock import matmul_precision
 from trainstep.ops import flash_attention
 from trainstep.ops.adamw import AdamW
 
@@ -85,7 +86,7 @@ class Applied:
     def not_applied(self) -> Mapping[str, str]:
         """Change -> why it changed nothing."""
         why = {name: self._why.get(name, _NOTHING[name]) for name, count in self.counts.items() if not count}
-        if self.changes.get("precision") == "tf32" and torch.get_float32_matmul_precision() == "highest":
+        if self.changes.get("precision") == "tf32" and matmul_precision() == "highest":
             why["precision"] = "the script sets the precision of matmuls itself"
         return why
 
@@ -219,7 +220,7 @@ def _compile(applied: Applied, _: str) -> None:
 
 def _precision(applied: Applied, value: str) -> None:
     """TF32 for fp32 matmuls. Autocast waits for the outermost module."""
-    if value == "tf32" and torch.get_float32_matmul_precision() == "highest":
+    if value == "tf32" and matmul_precision() == "highest":
         torch.set_float32_matmul_precision("high")
         applied.did("precision")
 

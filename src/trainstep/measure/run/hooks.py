@@ -190,10 +190,9 @@ class Hooks:
         if not self._followed():
             return
         part = self._clock.now
-        if self.called is None and part is None and torch.is_grad_enabled():
-            self.called = module
         if part is None or part is Part.OPTIMIZER:  # an optimizer's closure computes the loss
             part = Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
+            self.called = module if self.called is None and part is Part.FORWARD else self.called
         # Else it belongs to what is under way: backward recomputes, or a module calls another one that is outermost too
         self._forward_parts.append(part)
         self._clock.enter(part)

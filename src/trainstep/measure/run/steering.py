@@ -26,6 +26,7 @@ import torch
 
 from trainstep.config.script import text_of_changes
 from trainstep.measure.run.applied import Applied
+from trainstep.measure.run.device_clock import matmul_precision
 from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.script import StoppedAfter
 from trainstep.records.facts import Fact, facts_of
@@ -115,7 +116,7 @@ class Steering:
             return self._autocast
         if self._weights in (torch.bfloat16, torch.float16):
             return "bf16" if self._weights == torch.bfloat16 else "fp16"
-        return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        return "fp32" if matmul_precision() == "highest" else "tf32"
 
     def _seen_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)

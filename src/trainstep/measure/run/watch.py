@@ -31,7 +31,7 @@ from trainstep.config.script import Part
 from trainstep.measure.run.closing import Closing
 from trainstep.measure.run.compilation import Compilations
 from trainstep.measure.run.contention import Contention
-from trainstep.measure.run.device_clock import DeviceClock, is_capturing
+from trainstep.measure.run.device_clock import DeviceClock, is_capturing, matmul_precision
 from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.inspection import Inspection, OtherProfilers
 from trainstep.measure.run.modules import inside, outermost
@@ -344,7 +344,7 @@ class Watch:
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
             own_profiler=self._others.seen or None,
             trained_elements=sum(parameter.numel() for parameter in self._trained()) or None,
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=matmul_precision(),
             **self._contention.take(),
             **self._compilations.facts,
         )
