@@ -28,6 +28,7 @@ from trainstep.records.store import RUNS, Store, new_records_path
 from trainstep.report.kit.visible import one_line
 
 if TYPE_CHECKING:
+    from trainstep.measure.run.steering import Steering
     from trainstep.measure.run.watch import Watch
 
 _WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio", "--apply", "--stop-after")
@@ -153,6 +154,7 @@ class _Session:
         self._folder = Path.cwd()
         self._command = one_line(shlex.join(["trainstep", *sys.argv[1:]]))
         self._watch: Watch | None = None
+        self._steering: Steering | None = None
         self._live: LiveLine | None = None
         self._trackers: list[TensorBoard | Trackio] = []
         self._trouble = _NO_TORCH
@@ -177,17 +179,16 @@ class _Session:
             if live.is_possible and not self._quiet:
                 self._live = live
                 live.open()
-            steering = None
             if steered is not None:
                 from trainstep.measure.run.steering import Steering
 
-                steering = Steering(*steered)
+                self._steering = Steering(*steered)
             watch = Watch(
                 Recording(self._identity, self._environment, self._store, self._command, facts=self.facts),
                 schedule=Schedule(every=0 if self._identity.rank else inspect_every),
                 on_record=self._trackers,
                 on_step=None if self._live is None else self._live.show,
-                steering=steering,
+                steering=self._steering,
             )
             watch.start()
             self._watch, self._trouble = watch, ""
@@ -213,6 +214,8 @@ class _Session:
                     tracker.close()
             except Exception as error:  # noqa: BLE001  (a full disk, a tracker)
                 self.say(f"{error}")
+        for name, why in self._steering.applied.not_applied.items() if self._steering else ():
+            self.say(f"{name} was not applied: {why}")
         trouble = self._trouble if watch is None else watch.trouble or watch.why_no_step
         if trouble:
             self.say(trouble if watch is None or watch.why_no_step else f"watching ended early: {trouble}")

@@ -112,10 +112,18 @@ class Applied:
         if self._script_compiles:
             return
         inner = module.module if isinstance(module, DistributedDataParallel) else module
+        options: dict[str, Any] = {"mode": "reduce-overhead"} if value == "reduce_overhead" else {}
         self._compiles_itself = True
-        inner.compile(**({"mode": "reduce-overhead"} if value == "reduce_overhead" else {}))
+        if type(inner).forward.__module__.startswith("torch."):  # of a plain Sequential, `compile()` compiles nothing
+            inner._compiled_call_impl = torch.compile(functools.partial(_call_of, inner), **options)
+        else:
+            inner.compile(**options)
         self._compiles_itself = False
         self.did("compile")
+
+
+def _call_of(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+    return module._call_impl(*arguments, **options)
 
 
 def _adamw(applied: Applied, value: str) -> None:
@@ -142,10 +150,18 @@ def _fused_init(applied: Applied, init: Callable[..., None]) -> Callable[..., No
         except (RuntimeError, ValueError) as error:
             applied.left("adamw", f"torch refuses it: {next(iter(str(error).splitlines()), '')}")
             return init(optimizer, params, *arguments, **options)
-        applied.did("adamw")
-        return None
+        if all(_has_fused_kernel(weight) for group in optimizer.param_groups for weight in group["params"]):
+            applied.did("adamw")
+            return None
+        applied.left("adamw", "torch's fused kernel takes other parameters")
+        return init(optimizer, params, *arguments, **options)
 
     return fused_init
+
+
+def _has_fused_kernel(weight: torch.Tensor) -> bool:
+    """What torch itself checks, but only in the first step."""
+    return weight.device.type in ("cpu", "cuda") and torch.is_floating_point(weight)
 
 
 def _trainstep_adamw(applied: Applied, original: Callable[..., Any]) -> type:

@@ -166,6 +166,8 @@ class ScriptLab:
             return Trial(failure_kind=failure.kind, phase=failure.phase, message=failure.message)
         if self.changes(options) and (why := record.fact("not_applied")):
             return Trial(failure_kind="not applied", phase="build", message=f"it found nothing to change: {why}")
+        if "compile" in self.changes(options) and not record.fact("compiled_graphs"):
+            return Trial(failure_kind="not applied", phase="build", message="torch.compile found nothing to compile")
         losses = tuple(record.tables["losses"]["loss"]) if "losses" in record.tables else ()
         return Trial(losses=losses, step_s=record.samples["step"].values[0])
 
