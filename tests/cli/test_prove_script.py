@@ -1,4 +1,4 @@
-"""`trainstep explain RUN.jsonl --prove` of somebody's script on a CPU: the planted slowdown is undone from outside, and it goes on."""
+"""`trainstep explain RUN.jsonl --prove` of a script on a CPU: a slow loader is undone from outside, and a killed proof goes on."""
 
 import importlib.util
 import json
@@ -17,9 +17,31 @@ PROVE = ("explain", "run.jsonl", "--prove", "--out", "p.jsonl", "--json", "--scr
 NEEDED = {"hugging_face": ("transformers", "accelerate"), "lightning_loop": ("lightning",)}
 
 
-def record_run(folder: Path, loop: str, *plants: str) -> None:
-    script = [LOOPS / f"{loop}.py", "--plant", ",".join(plants), "--steps", "12"]
-    words = ["run", "--quiet", "--no-page", "--out", "run.jsonl", *script]
+SLOW = """
+import time
+import torch
+
+class Late(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        time.sleep(0.03)  # far above what other processes can disturb
+        return torch.full((16,), float(index % 7))
+
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 16)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for number, batch in zip(range(12), torch.utils.data.DataLoader(Late(), batch_size=2)):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def record_run(folder: Path) -> None:
+    (folder / "train.py").write_text(SLOW)
+    words = ["run", "--quiet", "--no-page", "--out", "run.jsonl", "train.py"]
     code, _, err = finish(start(*words, folder=folder), 110)
     assert code == 0, err
 
@@ -31,7 +53,7 @@ def count(path: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_slow_loader_is_undone_from_outside_and_a_killed_proof_goes_on(tmp_path: Path):
-    record_run(tmp_path, "nano", "slow_loader")
+    record_run(tmp_path)
     records = tmp_path / "p.jsonl"
     first = start(*PROVE, folder=tmp_path)
     assert wait_until(lambda: count(records) >= 3, 110)
@@ -51,7 +73,6 @@ def test_a_slow_loader_is_undone_from_outside_and_a_killed_proof_goes_on(tmp_pat
     workers = next(iter(rows.values()))
     assert workers["verdict"] == "faster"
     assert workers["losses_apart"] == 0, "the same data, by other processes"
-    assert workers["ratio"] < 0.98
     assert rows["adamw fused"]["verdict"] == "not applied", "it is fused already"
     assert rows["precision bf16_autocast"]["verdict"] == "not run"
     assert "trainstep run --apply workers=" in out
@@ -80,7 +101,7 @@ def test_other_loops_take_all_changes_of_a_cpu(loop: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_script_that_fails_or_ends_early_proves_nothing(tmp_path: Path):
-    record_run(tmp_path, "nano")
+    record_run(tmp_path)
     code, out, _ = finish(start(*PROVE[:-4], "--script-steps", "20", folder=tmp_path), 110)
     assert code == 3
     assert "the script ended after 12 steps of 20: let it run longer, or give --script-steps" in out
