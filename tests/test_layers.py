@@ -82,6 +82,7 @@ DRIVER_MODULES = (
     "gate.times",
     "gate.session",
     "run.script",
+    "run.script_lab",
     "run.show",
     "run.live",
     "run.recording",

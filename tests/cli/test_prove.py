@@ -243,21 +243,25 @@ def test_of_a_script_the_lines_and_a_patch_are_shown(capsys: pytest.CaptureFixtu
     Path("train.py").write_text("loader = DataLoader(dataset, batch_size=4)\n")
     Store(Path("run.jsonl")).append(a_run(parts_ms={**dict.fromkeys(Part, 1.0), Part.DATA: 30.0}))
     command = ["explain", "run.jsonl", "--prove"]
-    out = shown(capsys, command=command)
-    assert out.startswith("train.py: nothing was measured, because a script of your own has no options")
+    out = shown(capsys, command=command, code=3)
+    assert out.startswith("train.py: nothing was measured: the record is of a watch in code")
     assert "DataLoader(..., num_workers=8, persistent_workers=True, prefetch_factor=4)" in out
     assert (
         "+loader = DataLoader(dataset, batch_size=4, num_workers=8, persistent_workers=True, prefetch_factor=4)" in out
     )
-    rows = json.loads(shown(capsys, "--json", command=command))["rows"]
+    rows = json.loads(shown(capsys, "--json", command=command, code=3))["rows"]
     assert [row["cause"] for row in rows if row["kind"] == "to write"] == ["data"]
     assert next(row["patch"] for row in rows if row["kind"] == "patch").startswith("--- a/train.py\n+++ b/train.py\n")
     Path("train.py").unlink()
-    assert "write the lines below" in shown(capsys, command=command)
+    assert "write the lines below" in shown(capsys, command=command, code=3)
     assert app.run([*command, "--out-config", "a.toml"]) == 2
     assert "out_config: a script of your own has no options" in capsys.readouterr().err
-    assert app.run([*command, "--budget-minutes", "3"]) == 2
-    assert "nothing is measured of a script" in capsys.readouterr().err
+    assert app.run([*command, "--allow-batch-size", "3"]) == 2
+    assert "allow_batch_size: a script's batch cannot be changed" in capsys.readouterr().err
+    assert app.run([*command, "--allow-precision", "bf16"]) == 2
+    assert "allow_precision: bf16 cannot be applied to a script" in capsys.readouterr().err
+    assert app.run([*command, "--script-steps", "2"]) == 2
+    assert "script_steps: must be at least 4" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -49,6 +49,25 @@ def records(folder: Path) -> list[Record]:
     return Store(file).read()
 
 
+def test_a_script_is_stopped_with_its_losses_and_what_was_not_applied(tmp_path: Path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    words = ["--stop-after", "5", "--apply", "adamw=fused,compile=module", "--no-page", "--inspect-every", "0"]
+    done = watched(tmp_path, *words, "train.py", "1000")
+    assert done.returncode == 0, done.stderr
+    assert "adamw was not applied: the script builds no Adam or AdamW" in done.stderr
+    [*_, record] = records(tmp_path)
+    assert record.fact("ending") == "stopped after 5 steps"
+    assert (record.fact("stopped_after"), record.fact("timed_steps"), record.fact("timed_s") > 0) == (5, 3, True)
+    assert record.fact("applied") == "adamw=fused,compile=module"
+    assert record.fact("compiled_graphs") >= 1
+    assert record.fact("not_applied").startswith("adamw: ")
+    assert record.fact("script_precision") == "fp32"
+    printed = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(printed) == 4  # the fifth update does not return
+    assert record.tables["losses"]["loss"][:4] == pytest.approx(printed)
+    assert len(record.tables["losses"]["loss"]) == 5
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -75,6 +94,14 @@ def test_words_after_the_script_are_the_scripts(words: list[str], expected: list
     [
         ([], "script: name a script: trainstep run train.py"),
         (["gone.py"], "script: gone.py cannot be read"),
+        (
+            ["--apply", "speed=9", "train.py"],
+            "apply: there is no change 'speed'; there are adamw=fused|trainstep, workers=N",
+        ),
+        (["--apply", "workers=0", "train.py"], "apply: workers takes a positive whole number, not '0'"),
+        (["--apply", "compile=all", "train.py"], "apply: compile takes module or reduce_overhead, not 'all'"),
+        (["--apply", "gc,gc=off", "train.py"], "apply: gc is named twice"),
+        (["--stop-after", "0", "train.py"], "stop_after: must be a number of steps, at least 1, not 0"),
         (["--inspect-every", "-3", "train.py"], "inspect_every: must be a number of steps, or 0 for none, not -3"),
         (["--no-page", "--page", "x.html", "train.py"], "no_page: a page is named too"),
         (["--out", ".", "train.py"], "cannot be written: it is not a regular file"),

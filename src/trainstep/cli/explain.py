@@ -50,6 +50,8 @@ def explain(
 
         trainstep explain --model small --prove --allow-precision bf16_autocast --budget-minutes 20 --out-config fast.toml
 
+        trainstep explain runs/train.jsonl --prove --budget-minutes 20    (your own script is started again, and changed)
+
         trainstep explain trace.json.gz    (of torch.profiler, best with record_shapes=True)
 
     Parameters

@@ -14,22 +14,24 @@ from trainstep.cli.cells import check_page
 from trainstep.cli.options import is_installed
 from trainstep.cli.streams import give_back_streams, outliving_reader
 from trainstep.config.import_path import python_command
-from trainstep.config.script import ScriptConfig
+from trainstep.config.script import ScriptConfig, changes_of_text
 from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
-from trainstep.measure.run.script import Ended, LastOfAll, after_import, find_script, run_script
+from trainstep.measure.run.script import Ended, LastOfAll, Script, after_import, find_script, run_script
 from trainstep.measure.run.show import files_of, rank_path, shared_name, show_run, wait_for_ranks
 from trainstep.measure.run.trackers import TensorBoard, Trackio
 from trainstep.parallel.launch import find_launch, is_launched
+from trainstep.records.facts import Fact, facts_of
 from trainstep.records.record import Environment
 from trainstep.records.store import RUNS, Store, new_records_path
 from trainstep.report.kit.visible import one_line
 
 if TYPE_CHECKING:
+    from trainstep.measure.run.steering import Steering
     from trainstep.measure.run.watch import Watch
 
-_WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio")
+_WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio", "--apply", "--stop-after")
 """Options of `run` that a value follows. The first word that is none of these, no value and no switch begins the script's words."""
 _QUIET_KINETO = "6"
 """Above all levels of torch's profiler, which prints its starts and stops (USDT, level 5) into the script's output."""
@@ -54,6 +56,8 @@ def run(
     quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     tensorboard: Path | None = None,
     trackio: str | None = None,
+    apply: str | None = None,
+    stop_after: int | None = None,
 ) -> int:
     """Run your own training script, not a line changed, and show how long its steps take, where their time goes, and what waits.
 
@@ -76,6 +80,8 @@ def run(
 
         trainstep run --inspect-every 100 --page report.html train.py
 
+        trainstep run --apply adamw=fused,workers=8,compile=module train.py    (the script, changed from outside)
+
         trainstep report runs/run-20261101-120000-5e0f3a.jsonl    (the answer again, or while the script still runs)
 
     Parameters
@@ -95,9 +101,15 @@ def run(
         Also write the times of steps as scalars into this folder, for TensorBoard.
     trackio
         Also log the times of steps to this project of trackio.
+    apply
+        Change the script from outside, as NAME=VALUE,NAME=VALUE: adamw=fused|trainstep, workers=N, pin_memory=on,
+        compile=module|reduce_overhead, precision=tf32|bf16_autocast, attention=trainstep, bucket_cap_mb=N, gc=off.
+    stop_after
+        End the script cleanly after so many steps. The losses of the first ten are in the records.
     """
     script = find_script(words)
     _check(page, no_page=no_page, inspect_every=inspect_every, tensorboard=tensorboard, trackio=trackio)
+    steered = _steered(apply, stop_after)
     rank, ranks, ranks_here, token = _rank(os.environ)
     path = Path(os.path.abspath(out or (RUNS / f"run-{token}.jsonl" if token else new_records_path("run"))))
     page = None if no_page or rank else Path(os.path.abspath(page or path.with_suffix(".html")))
@@ -110,14 +122,22 @@ def run(
     )
     os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_KINETO)
     session = _Session(identity, ranks_here, store, environment(), ours=give_back_streams(), quiet=quiet)
-    after_import("torch", lambda: session.begin(inspect_every, tensorboard, trackio))
+    session.facts = facts_of(
+        script_folder=os.getcwd(), script_source=script.source or None, local_ranks=ranks_here if ranks > 1 else None
+    )
+    after_import("torch", lambda: session.begin(inspect_every, tensorboard, trackio, steered))
+    return _run_watched(script, session, page)
+
+
+def _run_watched(script: Script, session: "_Session", page: Path | None) -> int:
+    """Run the script to its end, and show what was seen. Returns the exit code."""
     last = LastOfAll()
     ended = run_script(script)
     last.interrupted = ended.by_interrupt
     try:
         session.end(ended, page)
     except KeyboardInterrupt:
-        session.say(f"interrupted; the records are kept in {store.path}")
+        session.say(f"interrupted; the records are kept in {session.records}")
     return ended.code
 
 
@@ -134,11 +154,20 @@ class _Session:
         self._folder = Path.cwd()
         self._command = one_line(shlex.join(["trainstep", *sys.argv[1:]]))
         self._watch: Watch | None = None
+        self._steering: Steering | None = None
         self._live: LiveLine | None = None
         self._trackers: list[TensorBoard | Trackio] = []
         self._trouble = _NO_TORCH
+        self.facts: Mapping[str, Fact] = {}
+        """Of every record: with them the script can be started again."""
 
-    def begin(self, inspect_every: int | None, tensorboard: Path | None, trackio: str | None) -> None:
+    def begin(
+        self,
+        inspect_every: int | None,
+        tensorboard: Path | None,
+        trackio: str | None,
+        steered: tuple[Mapping[str, str], int | None] | None,
+    ) -> None:
         """Watch this process. What goes wrong is said at the end: the script runs in any case."""
         try:
             from trainstep.measure.run.watch import Schedule, Watch
@@ -150,16 +179,28 @@ class _Session:
             if live.is_possible and not self._quiet:
                 self._live = live
                 live.open()
+            if steered is not None:
+                from trainstep.measure.run.steering import Steering
+
+                self._steering = Steering(*steered)
             watch = Watch(
-                Recording(self._identity, self._environment, self._store, self._command),
+                Recording(self._identity, self._environment, self._store, self._command, facts=self.facts),
                 schedule=Schedule(every=0 if self._identity.rank else inspect_every),
                 on_record=self._trackers,
                 on_step=None if self._live is None else self._live.show,
+                steering=self._steering,
             )
             watch.start()
             self._watch, self._trouble = watch, ""
         except Exception as error:  # noqa: BLE001  (a torch without these hooks, a tracker that is offline)
             self._trouble = f"{type(error).__name__}: {error}"
+            if steered is not None:  # changed as asked, or not at all
+                sys.exit(f"trainstep: {self._trouble}")
+
+    @property
+    def records(self) -> Path:
+        """The file of this rank's records."""
+        return self._store.path
 
     def end(self, ended: Ended, page: Path | None) -> None:
         """Write the last record, and show what was seen."""
@@ -173,6 +214,8 @@ class _Session:
                     tracker.close()
             except Exception as error:  # noqa: BLE001  (a full disk, a tracker)
                 self.say(f"{error}")
+        for name, why in self._steering.applied.not_applied.items() if self._steering else ():
+            self.say(f"{name} was not applied: {why}")
         trouble = self._trouble if watch is None else watch.trouble or watch.why_no_step
         if trouble:
             self.say(trouble if watch is None or watch.why_no_step else f"watching ended early: {trouble}")
@@ -206,6 +249,15 @@ class _Session:
         if not self._identity.rank:
             with outliving_reader(self._ours):
                 print(f"trainstep: {one_line(sentence)}", file=self._ours, flush=True)
+
+
+def _steered(apply: str | None, stop_after: int | None) -> tuple[Mapping[str, str], int | None] | None:
+    """The changes and the last step; None for a run that goes its own way. ValueError for what cannot be."""
+    if stop_after is not None and stop_after < 1:
+        raise ValueError(f"stop_after: must be a number of steps, at least 1, not {stop_after}")
+    if apply is None and stop_after is None:
+        return None
+    return {} if apply is None else changes_of_text(apply), stop_after
 
 
 def _check(

@@ -32,9 +32,11 @@ from trainstep.plan.trials import (
     BudgetSpent,
     CompareFunction,
     KeyFunction,
+    LossCheck,
     Options,
     Reference,
     Step,
+    Trial,
     TrialFunction,
     Trials,
     name_of,
@@ -43,11 +45,10 @@ from trainstep.plan.trials import (
 
 TOGETHER, AGAIN = "all changes that helped, together", "a second time"
 _BATCH = "batch_size"
-_BATCH_CAUSE = "matmul_shapes"
-"""Its page advises more tokens in a batch."""
+_BATCH_CAUSE = "matmul_shapes"  # its page advises more tokens in a batch
 _UNGRAPHED = "a CPU has no CUDA graphs: a captured step is replayed there operator by operator, and nothing is gained"
 _ALWAYS = ("batch_size", "context", "device")
-"""Fields that the start names even where they are defaults: they say what was measured."""
+"""Fields that the start names even where they are defaults."""
 _NEVER = ("keep_trace", "nvtx", "cold_compile")
 
 Predict = Callable[[Mapping[str, Any]], Interval | None]
@@ -110,9 +111,11 @@ class Proof:
     """Relative difference of the losses of two runs of the original."""
     trouble: str = ""
     """Why nothing can be tried from this start."""
+    unchecked: str = ""
+    """Why losses tell nothing, where changes are tried all the same."""
     singles: list[Tried] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
-    """What the budget left, or what a dry run would measure next."""
+    """What the budget left, or what a dry run would measure."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Changes that helped and are not in `together`, with the reason."""
     together: Tried | None = None
@@ -243,14 +246,15 @@ def prove(
     compare: CompareFunction,
     reserve: Callable[[int], None],
     said: Callable[[int, int, Candidate], None] = lambda place, of, candidate: None,
+    needs_losses: bool = True,
 ) -> Proof:
     """Measure the candidates in their order, each against the start, then all that helped together.
 
     `reserve`: is told for how many comparisons the budget must have room after the next measurement, so that what helped is
     measured together before the budget ends. `said`: is told of each candidate that is measured, the joined one last,
-    with its place and their number.
+    with its place and their number. `needs_losses`: nothing is tried where the start does not repeat its losses.
     """
-    return _Prover(start, measured_s, predict, key_of, trial, compare, reserve).run(tried, said)
+    return _Prover(start, measured_s, predict, key_of, trial, compare, reserve, needs_losses).run(tried, said)
 
 
 class _Prover(Trials):
@@ -263,10 +267,11 @@ class _Prover(Trials):
         trial: TrialFunction,
         compare: CompareFunction,
         reserve: Callable[[int], None],
+        needs_losses: bool,
     ) -> None:
         super().__init__(key_of, trial, compare)
         self.proof = Proof(start=start, measured_s=measured_s)
-        self._predict, self._reserve = predict, reserve
+        self._predict, self._reserve, self._needs_losses = predict, reserve, needs_losses
         self._names: dict[str, str] = {}
         """Key -> the candidate that has these options."""
         self._count = 0
@@ -306,6 +311,12 @@ class _Prover(Trials):
         self._reserve(int(bool(self.proof.helped) and name not in (TOGETHER, AGAIN)))
         return super().judged(name, before, after, tried)
 
+    def check_losses(self, tried: Trial, precision: str, reference: Reference) -> LossCheck:
+        """As of all trials; where the start's tell nothing, they need only be finite."""
+        if self.proof.unchecked and not tried.losses:
+            return LossCheck("")
+        return super().check_losses(tried, precision, Reference("", ()) if self.proof.unchecked else reference)
+
     def _begin(self) -> None:
         start, proof = self.proof.start, self.proof
         tried = self.measured(start)
@@ -313,8 +324,9 @@ class _Prover(Trials):
             proof.trouble = tried.message
             return
         self._names[self.key_of(start)] = "the original"
-        proof.trouble = self.repeats(start, tried)
+        why = self.repeats(start, tried)
         proof.spread = self.spread
+        proof.trouble, proof.unchecked = (why, "") if self._needs_losses else ("", why)
         if not proof.trouble:
             proof.start_s = tried.step_s
 

@@ -211,8 +211,7 @@ class Trials:
         alone_s = tried.step_s if tried else None
         return Step(change=name, kept=kept, reason=reason, comparison=known, word=known.word, alone_s=alone_s)
 
-    @staticmethod
-    def check_losses(tried: Trial, precision: str, reference: Reference) -> LossCheck:
+    def check_losses(self, tried: Trial, precision: str, reference: Reference) -> LossCheck:
         """Whether losses are those of the same mathematics as the reference's."""
         losses = [loss for loss in tried.losses if loss is not None]
         if len(losses) < len(tried.losses):

@@ -244,7 +244,7 @@ _CALIBRATION = {
 }
 _LOSSES = {
     "losses": TableKind(
-        rows="a step before the timed steps, from the first on: its loss; none where it is not finite",
+        rows="one of the first steps, before those that are timed: its loss; none where it is not finite",
         columns={"loss": float | None},
     ),
 }
@@ -256,7 +256,7 @@ TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "profile": _PROFILE | _RECOMPUTATION | _LOSSES,
     "numerics": _NUMERICS,
     "attention_tiles": _TILES,
-    "run": _PROFILE | _RUN,
+    "run": _PROFILE | _RUN | _LOSSES,
     "calibration": _CALIBRATION,
 }
 """Workload -> table name -> declaration: two workloads may use a name for different tables."""

@@ -85,6 +85,7 @@ with tempfile.TemporaryDirectory() as folder:
         logging_nan_inf_filter=False,  # else it reads each loss
         max_grad_norm=0.0,
         report_to=[],
+        torch_compile=asked.compile,
         save_strategy="no",
         disable_tqdm=True,
         **tiny,

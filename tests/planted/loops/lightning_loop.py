@@ -25,6 +25,8 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.model = GPT(sizes, plants, device)
+        if asked.compile:
+            self.model.compile()
         self.losses: list[float] = []
         self.fragments = Fragments(device) if "fragmenting" in plants else None
 

@@ -19,6 +19,8 @@ if ranks > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 model: torch.nn.Module = GPT(sizes, plants, device).to(device)
+if asked.compile:
+    model.compile()
 updates = optimizer(model.parameters(), plants)
 if ranks > 1:
     tiny = {"bucket_cap_mb": TINY_BUCKET_MB} if "tiny_buckets" in plants else {}

@@ -1,4 +1,4 @@
-"""The command line that the three loops share: `--plant NAME[,NAME] --steps N --device cpu|cuda [--accumulate]`."""
+"""The command line that the three loops share: `--plant NAME[,NAME] --steps N --device cpu|cuda [--accumulate] [--compile]`."""
 
 import argparse
 
@@ -13,6 +13,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--accumulate", action="store_true", help="four micro-batches a step, of which the last sends")
+    parser.add_argument("--compile", action="store_true", help="the model is compiled whole, as a careful author would")
     asked = parser.parse_args()
     asked.plants = planted(asked.plant.split(","))
     asked.micro_batches = MICRO_BATCHES if asked.accumulate or "accumulation_sync" in asked.plants else 1

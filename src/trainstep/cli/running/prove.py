@@ -23,15 +23,13 @@ from trainstep.cli.running.prove_options import ProveOptions
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import Cell, groups_along
 from trainstep.explain.floor import check_calibration
-from trainstep.explain.prove import Candidate, Proof, candidates, predictor, prove, start_of
-from trainstep.explain.script_patch import lines_to_write, patch_of
+from trainstep.explain.prove import Candidate, Predict, Proof, candidates, predictor, prove, start_of
 from trainstep.explain.trace_evidence import check_provable
 from trainstep.measure.harness.lab import Lab
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.plan.grade import planned_config
 from trainstep.plan.time.calibration import Calibration
-from trainstep.reading import read_file
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import RUNS, Store
 from trainstep.report.explain.budgets import (
@@ -43,16 +41,15 @@ from trainstep.report.explain.budgets import (
     furthest,
 )
 from trainstep.report.explain.proof import option_lines, proof_answer, proof_section, proof_table, proof_toml
-from trainstep.report.explain.script import patch_table, script_answer, script_table
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.charts import Section
 from trainstep.report.kit.output_file import check_output, write_output
 from trainstep.report.kit.rows import Row, rows_of
-from trainstep.report.kit.visible import visible
 from trainstep.report.page import page as make_page
 
 if TYPE_CHECKING:
     from trainstep.measure.harness.runner import Limits
+    from trainstep.measure.run.script_lab import ScriptLab
 
 _FILE = "explain-prove.jsonl"
 _SCRIPT = "run"
@@ -66,6 +63,8 @@ class Request:
     out_config: Path | None
     precisions: Sequence[str]
     batch_sizes: Sequence[int]
+    script_steps: int | None = None
+    """Steps of each process of a script; None: as many as usual."""
 
 
 def request_of(proof: ProveOptions) -> Request:
@@ -78,7 +77,12 @@ def request_of(proof: ProveOptions) -> Request:
             raise ValueError(f"allow_batch_size: {word.strip()!r} is no positive number; write it as 8,16")
         sizes.append(int(word))
     precisions = allowed_precisions(proof.allow_precision)
-    return Request(out_config=proof.out_config, precisions=precisions, batch_sizes=list(dict.fromkeys(sizes)))
+    return Request(
+        out_config=proof.out_config,
+        precisions=precisions,
+        batch_sizes=list(dict.fromkeys(sizes)),
+        script_steps=proof.script_steps,
+    )
 
 
 def prove_model(
@@ -96,7 +100,7 @@ def prove_model(
         raise ValueError(f"prove: takes one step, and these options are {len(cells)}; give each option one value")
     if calibration is not None:
         check_calibration(calibration, device=cells[0].config["device"], gpu=here.gpu)
-    store = _store(how, request)
+    store = proof_store(how, request)
     groups = groups_along(cells, None)
     if how.dry_run and cells[0].key not in store.latest():
         note = "Then each change of its explanation is measured against it."
@@ -132,19 +136,23 @@ def prove_rows(
     one = furthest(explained)[0]
     record = one.row.record
     if record.workload == _SCRIPT:
-        return _show_script(one, request, how)
+        from trainstep.cli.running.prove_script import prove_script
+
+        return prove_script(one, request, bounds, how, began_s)
+    if request.script_steps is not None:
+        raise ValueError("script_steps: the step is built anew and takes --steps of its record; leave it out")
     check_provable(record)
     if record.workload not in _PROVABLE:
         raise ValueError(
             f"prove: a record of {record.workload} cannot be built again; give one of {', '.join(_PROVABLE)}, or --model"
         )
-    here = _same_machine(record, how)
+    here = same_machine(record, how)
     if len(explained) > 1:
         tell(f"of {len(explained)} steps, the one furthest above its floor is proved: {one.label}", how)
-    return _prove(one, _store(how, request), bounds, request, how, here, began_s)
+    return _prove(one, proof_store(how, request), bounds, request, how, here, began_s)
 
 
-def _same_machine(record: Record, how: GridOptions) -> Environment:
+def same_machine(record: Record, how: GridOptions) -> Environment:
     """This machine. ValueError if it is not like the one on which the record's step ran."""
     device, ranks = str(record.config["device"]), int(record.config.get("ranks", 1))
     if record.config.get("nodes", 1) > 1:
@@ -162,7 +170,7 @@ def _same_machine(record: Record, how: GridOptions) -> Environment:
     return here
 
 
-def _store(how: GridOptions, request: Request) -> Store:
+def proof_store(how: GridOptions, request: Request) -> Store:
     store = how.store(how.out or RUNS / _FILE, "explain")
     check_page(how.page, store.path)
     for name, path in (("out", store.path), ("page", how.page)):
@@ -194,6 +202,24 @@ def _prove(
         check_same_place(store, here)
     lab = lab_of(store, bounds, how, str(record.config["device"]), began_s=began_s)
     lab.start = start
+    if how.dry_run:
+        return show_plan(one, measure(one, found, lab, predict, how), found, lab, how)
+    with store.locked(), interrupt_says(lambda: f"finished measurements are kept in {store.path}; run it again"):
+        tell(f"{one.label}: {len(found)} changes to prove, records: {store.path}", how)
+        proof = measure(one, found, lab, predict, how)
+    return _show(one, proof, store, request, how, here)
+
+
+def measure(
+    one: Explained,
+    found: Sequence[Candidate],
+    lab: "Lab | ScriptLab",
+    predict: Predict,
+    how: GridOptions,
+    *,
+    needs_losses: bool = True,
+) -> Proof:
+    """The proof by a lab whose `start` is set, with a line for each change that is measured."""
 
     def reserve(comparisons: int) -> None:
         lab.reserved = comparisons
@@ -202,34 +228,29 @@ def _prove(
         if not how.dry_run:
             tell(_progress_words(lab, place, of, candidate), how)
 
-    def measure() -> Proof:
-        return prove(
-            start,
-            found,
-            budget.measured_s,
-            predict,
-            key_of=lab.key_of,
-            trial=lab.trial,
-            compare=lab.compare,
-            reserve=reserve,
-            said=said,
-        )
-
-    if how.dry_run:
-        return _show_plan(one, measure(), found, lab, how)
-    with store.locked(), interrupt_says(lambda: f"finished measurements are kept in {store.path}; run it again"):
-        tell(f"{one.label}: {len(found)} changes to prove, records: {store.path}", how)
-        proof = measure()
-    return _show(one, proof, store, request, how, here)
+    return prove(
+        lab.start,
+        found,
+        one.budget.measured_s,
+        predict,
+        key_of=lab.key_of,
+        trial=lab.trial,
+        compare=lab.compare,
+        reserve=reserve,
+        said=said,
+        needs_losses=needs_losses,
+    )
 
 
-def _progress_words(lab: Lab, place: int, of: int, candidate: Candidate) -> str:
+def _progress_words(lab: "Lab | ScriptLab", place: int, of: int, candidate: Candidate) -> str:
     """`[2/6] capture step; about 3 min left`: more on a noisy machine; the last is all changes together."""
     left_s = (of - place + 1) * (lab.trial_s(lab.start) + lab.comparison_s(lab.start))
     return f"[{place}/{of}] {candidate.name}; about {span_words(left_s)} left"
 
 
-def _show_plan(one: Explained, proof: Proof, found: Sequence[Candidate], lab: Lab, how: GridOptions) -> int:
+def show_plan(
+    one: Explained, proof: Proof, found: Sequence[Candidate], lab: "Lab | ScriptLab", how: GridOptions
+) -> int:
     """What the file of records has, what would be measured next, and about how long that takes."""
     each_s = lab.trial_s(proof.start) + lab.comparison_s(proof.start)
     # Two trials of the start come first, and a comparison of what helped together is the last.
@@ -274,7 +295,7 @@ def _show(one: Explained, proof: Proof, store: Store, request: Request, how: Gri
     elif request.out_config is not None:
         lines.append(f"options: nothing is faster for sure, so {request.out_config} was not written")
     if how.page is not None:
-        _write_page(one, [proof_section(one, proof, answer), *explain_sections([one])], answers, how.page)
+        write_proof_page(one, [proof_section(one, proof, answer), *explain_sections([one])], answers, how.page)
         lines.append(f"page: {how.page}")
     with outliving_reader(stream):
         print(*lines, sep="\n", file=stream, flush=True)
@@ -283,40 +304,6 @@ def _show(one: Explained, proof: Proof, store: Store, request: Request, how: Gri
     return FAULTED if proof.trouble else 0
 
 
-def _show_script(one: Explained, request: Request, how: GridOptions) -> int:
-    """What to write in the user's own script, which the tool cannot change from outside. Returns the exit code."""
-    if request.out_config is not None:
-        raise ValueError("out_config: a script of your own has no options that a file could hold; leave it out")
-    if request.precisions or request.batch_sizes or how.out is not None or how.budget_minutes is not None:
-        raise ValueError(
-            "prove: nothing is measured of a script of your own, so that --out, --budget-minutes, --allow-precision and "
-            "--allow-batch-size have no effect; leave them out"
-        )
-    to_write = lines_to_write(one.budget)
-    patch = _patch(str(one.row.record.config["script"]), [item.cause for item in to_write])
-    answers = [script_answer(one, to_write, patch), *explain_answers([one])]
-    tables = [script_table(one, to_write), *explain_tables([one])]
-    for_programs = [*tables, patch_table(one, patch)]
-    show_found(answers, tables, as_json=how.json, every=how.every, for_programs=for_programs)
-    with outliving_reader(sys.stdout):
-        print(f"\n{visible(patch)}" if patch and not how.json else "", end="", flush=True)
-    if how.page is not None:
-        paragraphs = (answers[0].text, *([f"Patch: {patch}"] if patch else []))
-        section = Section(title=f"What to write: {one.label}", paragraphs=paragraphs, tables=(tables[0],))
-        _write_page(one, [section, *explain_sections([one])], answers, how.page)
-        print(f"page: {how.page}", file=sys.stderr if how.json else sys.stdout, flush=True)
-    return 0
-
-
-def _patch(script: str, causes: Sequence[str]) -> str:
-    """The patch of the script as it is now; empty if it is not here."""
-    try:
-        text = read_file(Path(script)).decode()
-    except (OSError, ValueError):  # `-m module`, another machine's path, or no text
-        return ""
-    return patch_of(script.lstrip("/"), text, causes)
-
-
-def _write_page(one: Explained, sections: Sequence[Section], answers: Sequence[Answer], path: Path) -> None:
+def write_proof_page(one: Explained, sections: Sequence[Section], answers: Sequence[Answer], path: Path) -> None:
     text = make_page([one.row], title="What the changes gained", lead=list(sections), lead_answers=list(answers))
     write_output("page", path, "html", text)

@@ -12,8 +12,8 @@ _PROOF = Group("To prove", sort_key=3)
 _PROVE_HELP = (
     "Then apply the changes, one at a time and together: each is interleaved with the original step in fresh processes, and its "
     "losses are checked. Predicted and measured gain stand side by side. Records are in runs/explain-prove.jsonl or --out, and the "
-    "same command goes on where it stopped. Of records with several steps: the one furthest above its floor. Of a script of your "
-    "own: the lines to write."
+    "same command goes on where it stopped. Of records with several steps: the one furthest above its floor. Of a run of your "
+    "own script: the script is started again, for some steps each time, and changed from outside as by run --apply."
 )
 _CONFIG_HELP = "With --prove: write the winning options to this TOML file, which bench or parallel read with --config."
 _PRECISION_HELP = "With --prove: precisions that may be tried, as bf16_autocast,bf16_master; they change the losses."
@@ -21,6 +21,9 @@ _BATCH_HELP = "With --prove: batch sizes that may be tried, as 8,16, by their ti
 _PROCESSES_HELP = (
     "With --prove: fresh processes for each side of a comparison; by default as bench, and with --budget-minutes 6, the fewest "
     "that give a verdict."
+)
+_STEPS_HELP = (
+    "With --prove of your own script: steps of each of its processes, by default 40, of which 10 are warm-ups."
 )
 
 
@@ -34,6 +37,7 @@ class ProveOptions:
     allow_precision: Annotated[str | None, Parameter(help=_PRECISION_HELP)] = None
     allow_batch_size: Annotated[str | None, Parameter(help=_BATCH_HELP)] = None
     processes: Annotated[int | None, Parameter(help=_PROCESSES_HELP)] = None
+    script_steps: Annotated[int | None, Parameter(help=_STEPS_HELP)] = None
 
     def given(self) -> Mapping[str, Any]:
         """The options with a value, by name."""

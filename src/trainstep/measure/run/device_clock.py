@@ -19,6 +19,19 @@ from trainstep.config.script import Part
 MARKED = (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
 
 
+def matmul_precision() -> str:
+    """torch's precision of fp32 matmuls on a GPU: highest, high or medium.
+
+    `torch.get_float32_matmul_precision` raises in programs that use the newer setting, as transformers does for `tf32`.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        setting = torch.backends.cuda.matmul.fp32_precision
+        setting = torch.backends.fp32_precision if setting == "none" else setting  # type: ignore[attr-defined]
+        return "high" if setting == "tf32" else "highest"
+
+
 def is_capturing() -> bool:
     """Whether the current stream captures a graph, which holds no events of ours, and nothing that waits."""
     return bool(torch.cuda.is_current_stream_capturing())

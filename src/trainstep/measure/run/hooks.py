@@ -41,6 +41,9 @@ class Hooks:
 
     def __init__(self, clock: PhaseClock, on_update: Callable[[Any], None]) -> None:
         self.forwards = self.backwards = self.updates = self.skipped = 0
+        self.followed: tuple[torch.nn.Module, ...] = ()
+        self.called: torch.nn.Module | None = None
+        """The followed module that was called first, with gradients: the one that trains."""
         self._clock = clock
         self._on_update = on_update
         self._thread = threading.get_ident()
@@ -68,10 +71,11 @@ class Hooks:
     def follow(self, modules: Iterable[torch.nn.Module]) -> None:
         """Follow the forward passes of these modules, in place of those followed before."""
         self.unfollow()
-        for module in modules:
+        self.followed = tuple(modules)
+        for module in self.followed:
             compiled = getattr(module, "_compiled_call_impl", None)
             if compiled is not None:  # `module.compile()`: hooks would be traced into its graph
-                module._compiled_call_impl = self._followed_call(compiled)
+                module._compiled_call_impl = self._followed_call(module, compiled)
                 self._undo_modules.append(functools.partial(setattr, module, "_compiled_call_impl", compiled))
                 continue
             before = module.register_forward_pre_hook(self._before_forward)
@@ -81,6 +85,7 @@ class Hooks:
 
     def unfollow(self) -> None:
         """Remove the hooks of modules."""
+        self.followed = ()
         while self._undo_modules:
             self._undo_modules.pop()()
 
@@ -170,10 +175,10 @@ class Hooks:
 
         return followed_method
 
-    def _followed_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _followed_call(self, module: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def followed_call(*arguments: Any, **options: Any) -> Any:
-            self._before_forward()
+            self._before_forward(module)
             try:
                 return call(*arguments, **options)
             finally:
@@ -181,12 +186,13 @@ class Hooks:
 
         return followed_call
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
         if not self._followed():
             return
         part = self._clock.now
         if part is None or part is Part.OPTIMIZER:  # an optimizer's closure computes the loss
             part = Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
+            self.called = module if self.called is None and part is Part.FORWARD else self.called
         # Else it belongs to what is under way: backward recomputes, or a module calls another one that is outermost too
         self._forward_parts.append(part)
         self._clock.enter(part)

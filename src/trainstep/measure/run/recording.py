@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from trainstep.config.parsing import config_hash, to_plain
@@ -62,12 +63,20 @@ def ended_by(error: BaseException) -> Ending:
 class Recording:
     """The records of one run. `first_step`: of the next record."""
 
-    def __init__(self, identity: ScriptConfig, environment: Environment, store: Store, command: str | None) -> None:
+    def __init__(
+        self,
+        identity: ScriptConfig,
+        environment: Environment,
+        store: Store,
+        command: str | None,
+        facts: Mapping[str, Fact] = MappingProxyType({}),
+    ) -> None:
+        """`facts`: of every record."""
         self.identity = identity
         self.store = store
         self.written = 0
         self._environment = environment
-        self._command = command
+        self._facts = {**facts_of(command=command), **facts}
         self._steps: list[StepTimes] = []
         self._warmups: list[StepTimes] = []
         self._start_record()
@@ -91,7 +100,7 @@ class Recording:
             started_at=self._started_at,
             duration_s=round(time.monotonic() - self._started_s, 3),
             samples=_samples(steps, warmups),
-            facts={**facts_of(command=self._command), **facts},
+            facts={**self._facts, **facts},
             tables=tables,
         )
         self._start_record(next_step)

@@ -8,6 +8,7 @@ This file imports no torch: the script may set variables that torch reads when i
 """
 
 import atexit
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -39,6 +40,8 @@ class Script:
     """Of a module; spawned processes import it by this name."""
     search: str
     """The folder that Python puts first on the import path."""
+    source: str = ""
+    """SHA-256 of the file, its first 12 digits; empty where a module has no file of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,14 @@ class Ended:
     code: int
     words: str
     by_interrupt: bool = False
+
+
+class StoppedAfter(SystemExit):
+    """Ends the script after so many steps, as `sys.exit()` would: `finally` blocks run, and the exit code is 0."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(0)
+        self.words = f"stopped after {steps} step{'' if steps == 1 else 's'}"
 
 
 def find_script(words: Sequence[str]) -> Script:
@@ -81,7 +92,15 @@ def find_script(words: Sequence[str]) -> Script:
         raise ValueError(f"script: {name} is not a Python script; name a .py file")
     file = os.path.abspath(name)
     code = compile(source, file, "exec", dont_inherit=True)
-    return Script(name=name, arguments=arguments, file=file, code=code, spec=None, search=os.path.dirname(file))
+    return Script(
+        name=name,
+        arguments=arguments,
+        file=file,
+        code=code,
+        spec=None,
+        search=os.path.dirname(file),
+        source=_digest(source),
+    )
 
 
 def _find_module(name: str, arguments: tuple[str, ...]) -> Script:
@@ -100,7 +119,22 @@ def _find_module(name: str, arguments: tuple[str, ...]) -> Script:
             raise ValueError(f"script: the module {name} cannot be imported: {error}") from None
     if spec is None or code is None:
         raise ValueError(f"script: there is no module {name} with code here; python -m {name} says why")
-    return Script(name=f"-m {name}", arguments=arguments, file=spec.origin or name, code=code, spec=spec, search=folder)
+    digest = ""
+    with suppress(OSError, TypeError):  # TypeError: without an origin
+        digest = _digest(Path(spec.origin).read_bytes())  # type: ignore[arg-type]
+    return Script(
+        name=f"-m {name}",
+        arguments=arguments,
+        file=spec.origin or name,
+        code=code,
+        spec=spec,
+        search=folder,
+        source=digest,
+    )
+
+
+def _digest(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()[:12]
 
 
 def run_script(script: Script) -> Ended:
@@ -202,6 +236,8 @@ class _first_on_path:
 
 def _exited(error: SystemExit) -> Ended:
     """What Python makes of sys.exit: a number is the exit code, nothing is 0, and anything else is printed and 1."""
+    if isinstance(error, StoppedAfter):
+        return Ended(code=0, words=error.words)
     if error.code is None or isinstance(error.code, int):
         code = int(error.code or 0)
         return Ended(code=code, words=f"exit code {code}" if code else "finished")

@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ from trainstep.config.script import Part
 from trainstep.measure.run.closing import Closing
 from trainstep.measure.run.compilation import Compilations
 from trainstep.measure.run.contention import Contention
-from trainstep.measure.run.device_clock import DeviceClock, is_capturing
+from trainstep.measure.run.device_clock import DeviceClock, is_capturing, matmul_precision
 from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.inspection import Inspection, OtherProfilers
 from trainstep.measure.run.modules import inside, outermost
@@ -39,6 +39,9 @@ from trainstep.measure.run.phase_clock import PhaseClock
 from trainstep.measure.run.recording import WARMUPS, Ending, Recording, StepTimes
 from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.verdict import Unprofiled
+
+if TYPE_CHECKING:
+    from trainstep.measure.run.steering import Steering  # with the kernels that it may apply, which few runs need
 
 _FIRST_INSPECTED = WARMUPS + 2
 _SHARE = 0.01
@@ -76,26 +79,25 @@ class Watch:
         optimizers: Sequence[Any] = (),
         on_record: Sequence[Listener] = (),
         on_step: Listener | None = None,
+        steering: "Steering | None" = None,
     ) -> None:
-        self.steps = 0
-        self.trouble = ""
+        self.steps, self.trouble = 0, ""
         self.recording = recording
         self._schedule = schedule
         self._given = tuple(modules)
         # A wrapper (accelerate's) is no optimizer that steps; the one inside is
         self._only = {id(inner) for given in optimizers for inner in (given, getattr(given, "optimizer", None))} or None
-        self._on_record, self._on_step = on_record, on_step
+        self._on_record, self._on_step, self._steering = on_record, on_step, steering
         self._clock = PhaseClock(on_change=self._part_begins)
         self._hooks = Hooks(self._clock, self._updated)
-        self._closing = Closing()
-        self._compilations = Compilations()
+        self._closing, self._compilations = Closing(), Compilations()
         self._contention = Contention(ranks=recording.identity.ranks)
         self._device: DeviceClock | None = None
         self._inspection: Inspection | None = None
         self._others = OtherProfilers(self._abandon)
         self._optimizers: dict[int, Any] = {}
         """id -> weak reference, of each optimizer seen."""
-        self._searches = 0
+        self._searches = self._retries = 0
         self._followed: Sequence[torch.nn.Module] = ()
         self._called_before = (0, 0)
         """(forwards, backwards) when `_followed` was chosen."""
@@ -105,19 +107,19 @@ class Watch:
         """Steps that the GPU may not have ended yet; whether each is a warm-up."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._collecting_since_ns = self._collected_ns = 0
-        self._retries = 0
         self._watching_s = 0.0
         """Time spent on inspections and records since the last record."""
         self._pid = os.getpid()
         self._started_s = self._wrote_s = time.monotonic()
-        self._inspect_at_s = 0.0
-        self._is_on = False
+        self._inspect_at_s, self._is_on = 0.0, False
 
     def start(self) -> None:
         """Install the hooks. RuntimeError if this process is watched already."""
         if (other := active_watch()) is not None:
             raise RuntimeError(f"this process is watched already, into {other.recording.store.path}")
         gc.callbacks.append(self._collects)
+        if self._steering is not None:  # before the hooks, which time what it changes
+            self._steering.install()
         self._hooks.install()
         self._others.install()
         if self._given:
@@ -146,7 +148,8 @@ class Watch:
         facts = facts_of(ending=ending.words, ending_part=None if part is None else part.value)
         if self._device is not None and not ending.words.startswith("interrupted"):
             self._guarded(self._device.wait)
-        self._write(facts, {})
+        steered = self._steering
+        self._write(facts | (steered.facts if steered else {}), steered.tables if steered else {})
 
     @property
     def why_no_step(self) -> str:
@@ -202,6 +205,8 @@ class Watch:
         except Exception as error:  # noqa: BLE001  (whatever it is, it is ours and not the script's)
             self.trouble = f"{type(error).__name__}: {error}"
             self._uninstall()
+            if self._steering is not None:  # a script that is not changed as asked must not run on
+                sys.exit(f"trainstep: {self.trouble}")
 
     # A step ends
 
@@ -232,6 +237,8 @@ class Watch:
             self._on_step(self.steps, (times,))
         if self._is_due(now_s):
             self._inspect()
+        if self._steering is not None:
+            self._steering.step_ended(self.steps, self._hooks, self._trained)
         self._collected_ns = 0  # what was collected since the step's end is the watch's
         self._clock.restart()
 
@@ -325,9 +332,8 @@ class Watch:
         self._keep_finished()
         compilations, breaks = self._compilations.take(), self._compilations.take_breaks()
         tables = {**tables, "compilations": _columns(compilations), "graph_breaks": _columns(breaks)}
-        counted = (self._hooks.forwards, self._hooks.backwards, self._hooks.skipped)
-        forwards, backwards, skipped = (now - before for now, before in zip(counted, self._counted, strict=True))
-        self._counted = counted
+        before, self._counted = self._counted, (self._hooks.forwards, self._hooks.backwards, self._hooks.skipped)
+        forwards, backwards, skipped = (now - then for now, then in zip(self._counted, before, strict=True))
         own = facts_of(
             steps_seen=self.steps,
             forward_passes=forwards,
@@ -338,7 +344,7 @@ class Watch:
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
             own_profiler=self._others.seen or None,
             trained_elements=sum(parameter.numel() for parameter in self._trained()) or None,
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=matmul_precision(),
             **self._contention.take(),
             **self._compilations.facts,
         )

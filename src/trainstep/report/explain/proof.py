@@ -24,8 +24,8 @@ TIMING_FIELDS = frozenset(
 """Options that say how a step is timed, and not what it is: the file leaves them to its user. So is `sync` of a single process."""
 
 
-def proof_answer(label: str, proof: Proof, out_config: str | None = None) -> Answer:
-    """What was proved, how many predictions held, and what to run with it."""
+def proof_answer(label: str, proof: Proof, out_config: str | None = None, command: str | None = None) -> Answer:
+    """What was proved, how many predictions held, and what to run with it: `command`, of a script."""
     left = (
         f" The budget is spent; the same command goes on. Not tried: {listed(proof.untried)}." if proof.untried else ""
     )
@@ -37,6 +37,8 @@ def proof_answer(label: str, proof: Proof, out_config: str | None = None) -> Ans
         use = f"Take `{options}`."
         if out_config is not None:
             use = f"`trainstep {verb} --config {out_config}` takes these options."
+        elif command is not None:
+            use = f"`{command}` makes these changes from outside."
     return Answer(workload="explain", verdict=f"{label}: {_verdict(proof)}{_held_words(proof)}{left}", suggestion=use)
 
 
@@ -119,6 +121,8 @@ def proof_table(one: Explained, proof: Proof) -> Table:
 
 def _note(proof: Proof) -> str:
     spread = "" if proof.spread is None else f" Losses of two runs of the original differ by {proof.spread:.2g}."
+    if proof.unchecked:
+        spread = f" Whether a change keeps the losses, nobody can tell: {proof.unchecked}."
     left_out = "".join(f" Not among all together: {name}, because {why}." for name, why in proof.left_out)
     return (
         f"Gains are of the explained step's {ms_words(proof.measured_s)}; each change was interleaved with the original in fresh "
@@ -132,6 +136,8 @@ def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
     gain = tried.measured(proof.measured_s)
     is_whole = kind == "together"
     apart = None if step.apart is None else f"{step.apart:.2g} of {step.allowed:.2g}"
+    if proof.unchecked and step.comparison is not None:
+        apart = "cannot tell"
     return {
         "kind": kind,
         "name": TOGETHER if is_whole else f"{candidate.name}, {AGAIN}" if kind == "again" else candidate.name,

@@ -8,9 +8,9 @@ from trainstep.report.kit.forms import MS, TEXT, listed
 from trainstep.report.kit.tables import Column, Line, Table
 
 
-def script_answer(one: Explained, to_write: list[ToWrite], patch: str) -> Answer:
+def script_answer(one: Explained, to_write: list[ToWrite], patch: str, reason: str) -> Answer:
     """Why nothing was measured, and what to write."""
-    why = f"{one.label}: nothing was measured, because a script of your own has no options that could be changed from outside"
+    why = f"{one.label}: nothing was measured: {reason}"
     if not to_write:
         return Answer(workload="explain", verdict=f"{why}; no excess was found, so that there is nothing to change.")
     causes = listed([CAUSES[item.cause].title for item in to_write])

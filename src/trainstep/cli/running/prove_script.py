@@ -1,0 +1,186 @@
+"""`trainstep explain RUN.jsonl --prove`: starts the recorded script again, changes it from outside, and measures what that gains.
+
+Which changes are tried is explain/script_changes.py's, what becomes of them explain/prove.py's, and the processes are
+measure/run/script_lab.py's.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainstep.cli.cells import FAULTED, UNFINISHED, interrupt_says
+from trainstep.cli.options import GridOptions
+from trainstep.cli.running.preset import tell
+from trainstep.cli.running.prove import Request, measure, proof_store, same_machine, show_plan, write_proof_page
+from trainstep.cli.streams import outliving_reader, show_found
+from trainstep.config.script import text_of_changes
+from trainstep.explain.prove import Candidate, Proof
+from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates
+from trainstep.explain.script_patch import lines_to_write, patch_of
+from trainstep.measure.harness.sweep import check_same_place
+from trainstep.measure.machine.environment import cores
+from trainstep.measure.run.script_lab import FEWEST_PAIRS, ScriptCommand, ScriptLab, command_of
+from trainstep.reading import read_file
+from trainstep.records.record import Record
+from trainstep.report.explain.budgets import Explained, explain_answers, explain_sections, explain_tables
+from trainstep.report.explain.proof import proof_answer, proof_section, proof_table
+from trainstep.report.explain.script import patch_table, script_answer, script_table
+from trainstep.report.kit.charts import Section
+from trainstep.report.kit.visible import visible
+
+if TYPE_CHECKING:
+    from trainstep.measure.harness.runner import Limits
+
+_STEPS = 40
+_LEAST_STEPS = 4
+
+
+def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOptions, began_s: float) -> int:
+    """Prove what explain predicts of a script. Where it cannot be started again, show the lines to write. Returns the exit code."""
+    _check(request)
+    record = one.row.record
+    try:
+        command = command_of(record)
+    except ValueError as error:
+        return _show_lines(one, str(error).removeprefix("prove: "), how)
+    here = same_machine(record, how)
+    store = proof_store(how, request)
+    if not how.allow_mixed:
+        check_same_place(store, here)
+    steps = _STEPS if request.script_steps is None else request.script_steps
+    lab = ScriptLab(
+        store,
+        command,
+        steps=steps,
+        pairs=bounds.processes or FEWEST_PAIRS,
+        timeout_s=bounds.timeout_s,
+        say=lambda line: tell(line, how),
+        facts={"command": shlex.join(["trainstep", *sys.argv[1:]])},
+        here=here,
+        budget_minutes=how.budget_minutes,
+        began_s=began_s,
+        dry_run=how.dry_run,
+    )
+    if how.dry_run:
+        proof, found = _measured(one, lab, request, how)
+        return show_plan(one, proof, found, lab, how)
+    with store.locked(), interrupt_says(lambda: f"finished processes are kept in {store.path}; run it again"):
+        for line in _before_words(one, command, steps, str(store.path)):
+            tell(line, how)
+        proof, _ = _measured(one, lab, request, how)
+    return _show(one, proof, lab, how)
+
+
+def _check(request: Request) -> None:
+    """ValueError for options that have no effect on a script, or that cannot be applied from outside."""
+    if request.out_config is not None:
+        raise ValueError("out_config: a script of your own has no options that a file could hold; leave it out")
+    if request.batch_sizes:
+        raise ValueError("allow_batch_size: a script's batch cannot be changed from outside; leave it out")
+    if name := next((name for name in request.precisions if name not in PRECISIONS), None):
+        raise ValueError(
+            f"allow_precision: {name} cannot be applied to a script from outside; {' and '.join(PRECISIONS)} can"
+        )
+    if request.script_steps is not None and request.script_steps < _LEAST_STEPS:
+        raise ValueError(f"script_steps: must be at least {_LEAST_STEPS}, not {request.script_steps}")
+
+
+def _before_words(one: Explained, command: ScriptCommand, steps: int, records: str) -> list[str]:
+    """What is said before the script runs."""
+    ranks = f" on {command.ranks} ranks" if command.ranks > 1 else ""
+    words = [
+        f"{one.label}: `{shlex.join(command.words)}` is started again and again in {command.folder}{ranks}, {steps} steps each "
+        "time, with all that it does to files; records: " + records
+    ]
+    if command.changed:
+        words.append("the script was changed since it was recorded: what is measured is the script as it is now")
+    return words
+
+
+def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions) -> tuple[Proof, Sequence[Candidate]]:
+    """The proof, and what it tries. The original's first process says which precision the script has."""
+    first = lab.first()
+    precision = None if first is None or first.failure else first.fact("script_precision")
+    lab.start = {"precision": precision} if precision else {}
+    found = script_candidates(one.budget, _place(one.row.record, first, precision), request.precisions)
+    if not how.dry_run:
+        tell(f"{len(found)} changes to prove", how)
+    return measure(one, found, lab, lambda _: None, how, needs_losses=False), found
+
+
+def _place(record: Record, first: Record | None, precision: str | None) -> ScriptPlace:
+    return ScriptPlace(
+        on_gpu=record.config["device"] == "cuda",
+        ranks=int(record.config.get("ranks", 1)),
+        cores=cores(),
+        precision=precision,
+        compiles=bool((first or record).fact("compiled_graphs") or record.fact("compiled_graphs")),
+    )
+
+
+def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int:
+    """Print what was proved, the command of the winning changes and the patch; write the page. Returns the exit code."""
+    best = proof.best
+    command = None
+    if best is not None:
+        changes = text_of_changes(lab.changes({**proof.start, **best.candidate.fields}))
+        command = shlex.join(["trainstep", "run", "--apply", changes, *lab.command.words])
+    to_write = lines_to_write(one.budget)
+    patch = _patch(lab.command.record, [item.cause for item in to_write])
+    answer = proof_answer(one.label, proof, command=command)
+    answers = [answer, *explain_answers([one])]
+    lines = [script_table(one, to_write)] if to_write else []
+    tables = [*([proof_table(one, proof)] if proof.singles else []), *lines, *explain_tables([one])]
+    show_found(answers, tables, as_json=how.json, every=how.every, for_programs=[*tables, patch_table(one, patch)])
+    stream = sys.stderr if how.json else sys.stdout
+    if how.page is not None:
+        written = [f"Patch: {patch}"] if patch else []
+        section = Section(title=f"What to write: {one.label}", paragraphs=tuple(written), tables=tuple(lines))
+        sections = [proof_section(one, proof, answer), *([section] if lines else []), *explain_sections([one])]
+        write_proof_page(one, sections, answers, how.page)
+    with outliving_reader(stream):
+        if patch and not how.json:
+            print(f"\nThe same by lines of the script, where its calls were recognised:\n{visible(patch)}", file=stream)
+        if command is not None and not how.json:
+            print(f"\nThe winning changes:\n{visible(command)}\n", file=stream)
+        print(f"records: {lab.store.path}", file=stream)
+        print(
+            *([f"page: {how.page}"] if how.page else []),
+            sep="\n",
+            end="\n" if how.page else "",
+            file=stream,
+            flush=True,
+        )
+    if proof.untried:
+        return UNFINISHED
+    return FAULTED if proof.trouble else 0
+
+
+def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
+    """The lines of each cause's page, of a script that cannot be started again. Returns the exit code."""
+    to_write = lines_to_write(one.budget)
+    patch = _patch(one.row.record, [item.cause for item in to_write])
+    answers = [script_answer(one, to_write, patch, reason), *explain_answers([one])]
+    tables = [script_table(one, to_write), *explain_tables([one])]
+    for_programs = [*tables, patch_table(one, patch)]
+    show_found(answers, tables, as_json=how.json, every=how.every, for_programs=for_programs)
+    with outliving_reader(sys.stdout):
+        print(f"\n{visible(patch)}" if patch and not how.json else "", end="", flush=True)
+    if how.page is not None:
+        paragraphs = (answers[0].text, *([f"Patch: {patch}"] if patch else []))
+        section = Section(title=f"What to write: {one.label}", paragraphs=paragraphs, tables=(tables[0],))
+        write_proof_page(one, [section, *explain_sections([one])], answers, how.page)
+        print(f"page: {how.page}", file=sys.stderr if how.json else sys.stdout, flush=True)
+    return FAULTED
+
+
+def _patch(record: Record, causes: Sequence[str]) -> str:
+    """The patch of the script as it is now; empty if it is not here."""
+    script = str(record.config["script"])
+    try:
+        text = read_file(Path(str(record.fact("script_folder", ""))) / script).decode()
+    except (OSError, ValueError):  # `-m module`, another machine's path, or no text
+        return ""
+    return patch_of(script.lstrip("/"), text, causes)

@@ -1,0 +1,98 @@
+"""What a proof tries of somebody's own script: the changes that `trainstep run --apply` makes, with the causes that they remove.
+
+    script_candidates(budget, machine, precision="bf16_autocast", allowed=["tf32"])
+
+The options of a script are its changes: {} is the script as it is, {"adamw": "fused"} the one under `--apply adamw=fused`.
+`precision` is beside them, because it says which difference of the losses is rounding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainstep.config.script import CHANGES
+from trainstep.explain.budget import Budget
+from trainstep.explain.prove import Candidate
+
+_CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
+    "data": ({"workers": ""},),
+    "host_copies": ({"pin_memory": "on"},),
+    "optimizer": ({"adamw": "fused"}, {"adamw": "trainstep"}),
+    "host_launches": ({"compile": "reduce_overhead"}, {"compile": "module"}),
+    "small_kernels": ({"compile": "module"}, {"compile": "reduce_overhead"}),
+    "attention_kernel": ({"attention": "trainstep"}, {"compile": "module"}),
+    "casts": ({"compile": "module"},),
+    "unfused": ({"compile": "module"},),
+    "precision": ({"precision": "bf16_autocast"}, {"precision": "tf32"}),
+    "exposed_messages": ({"bucket_cap_mb": "25"}, {"bucket_cap_mb": "100"}),
+    "garbage_collector": ({"gc": "off"},),
+}
+"""Cause -> the changes that remove it, in the order in which they are tried where all gain as much."""
+_IF_FOUND = ("data", "garbage_collector")
+"""Causes whose changes are tried only if they were found: else there is nothing that they could save."""
+_GPU_ONLY = ({"compile": "reduce_overhead"}, {"attention": "trainstep"}, {"adamw": "trainstep"}, {"pin_memory": "on"})
+_MOST_WORKERS = 8
+PRECISIONS = CHANGES["precision"].values
+"""Those that can be applied from outside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptPlace:
+    """Where the script runs, and what is known of it. `cores`: those that this process may use."""
+
+    on_gpu: bool
+    ranks: int
+    cores: int
+    precision: str | None
+    """As the first run of the script noted it; None before that."""
+    compiles: bool = False
+    """Something in it is compiled already."""
+
+
+def script_candidates(budget: Budget, place: ScriptPlace, allowed: Sequence[str]) -> list[Candidate]:
+    """Each change once, with the first cause that it removes: the largest predicted gain first, those without one last.
+
+    `allowed`: precisions that the user allows.
+    """
+    gains = {finding.cause: finding.gain for finding in reversed(budget.findings)}
+    found: dict[str, Candidate] = {}
+    for cause in sorted(_CHANGES, key=lambda cause: -gains[cause].time_s if cause in gains else 0.0):
+        if cause not in gains and cause in _IF_FOUND:
+            continue
+        for change in _CHANGES[cause]:
+            fields = _filled(change, place)
+            if _is_idle(cause, fields, place):
+                continue
+            why = _refusal(fields, place, allowed)
+            found.setdefault(str(fields), Candidate(fields=fields, cause=cause, gain=gains.get(cause), refusal=why))
+
+    def order(candidate: Candidate) -> tuple[bool, bool, float]:
+        gain = candidate.gain
+        return bool(candidate.refusal), gain is None, -gain.time_s if gain else 0.0
+
+    return sorted(found.values(), key=order)
+
+
+def _filled(change: Mapping[str, str], place: ScriptPlace) -> dict[str, str]:
+    """The change with the number of workers: a core each of the ranks', at most eight, at least two."""
+    workers = str(max(2, min(_MOST_WORKERS, place.cores // place.ranks)))
+    return {name: workers if name == "workers" else value for name, value in change.items()}
+
+
+def _is_idle(cause: str, fields: Mapping[str, str], place: ScriptPlace) -> bool:
+    """Whether the change cannot do anything here."""
+    if cause == "exposed_messages":
+        return place.ranks == 1
+    if "precision" in fields:
+        named = fields["precision"]
+        is_higher = place.precision in ("fp32", None) or (place.precision == "tf32" and named == "bf16_autocast")
+        return not is_higher or (named == "tf32" and not place.on_gpu)
+    return fields in _GPU_ONLY and not place.on_gpu
+
+
+def _refusal(fields: Mapping[str, str], place: ScriptPlace, allowed: Sequence[str]) -> str:
+    precision = fields.get("precision")
+    if precision is not None and precision not in allowed:
+        return f"it changes the losses: --allow-precision {precision} allows it"
+    if fields.get("compile") == "module" and place.compiles:
+        return "the script compiles already"
+    return ""

@@ -1,0 +1,359 @@
+"""Changes of somebody's own script, made from outside: constructors are wrapped before it runs, its module once that is known.
+
+    applied = Applied({"adamw": "fused", "compile": "module"})
+    applied.install()               # after torch was imported, before the script builds anything
+    applied.change_module(module)   # the outermost module that the script really calls, between two steps
+    applied.step_ended(steps)
+    applied.not_applied             # change -> why it did nothing
+
+Each change is a function here. It counts what it changed, because a change that found nothing to change proves nothing: a script
+without a DataLoader runs under `workers=8` exactly as before. What is wrapped stays wrapped until the process ends.
+
+[Note: what stays the script's] A change never overrules what it cannot keep: a DataLoader of an IterableDataset keeps its workers
+(each would give all of the data), an optimizer whose arguments torch refuses with `fused` is built as written, attention with a
+mask or dropout goes to torch. The first step runs before the outermost module is known, so that changes of the module begin with
+a later one.
+"""
+
+import functools
+import gc
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainstep.measure.run.device_clock import matmul_precision
+from trainstep.ops import flash_attention
+from trainstep.ops.adamw import AdamW
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_COLLECT_EVERY = 200
+"""Steps between two collections of garbage, under gc=off."""
+_HEAD_DIMS = range(8, 257)
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+_TORCH_ADAMW_ONLY = ("amsgrad", "maximize", "differentiable")
+
+
+class Applied:
+    """The changes of one process, and what became of each."""
+
+    def __init__(self, changes: Mapping[str, str]) -> None:
+        self.changes = dict(changes)
+        self.counts = dict.fromkeys(self.changes, 0)
+        """Change -> how many things it changed: loaders, optimizers, modules, calls of attention while nothing compiles."""
+        self._why: dict[str, str] = {}
+        self._script_compiles = self._compiles_itself = False
+
+    def install(self) -> None:
+        """Wrap what the script will call."""
+        for name, value in self.changes.items():
+            if name in _INSTALL:
+                _INSTALL[name](self, value)
+
+    def change_module(self, module: torch.nn.Module) -> None:
+        """Change the outermost module. Called once, when no forward pass is under way."""
+        mode = self.changes.get("compile")
+        if mode is not None:
+            self._compile_module(module, mode)
+        if self.changes.get("precision") == "bf16_autocast":
+            _under_autocast(module)
+            self.did("precision")
+
+    def step_ended(self, steps: int) -> None:
+        """Between two steps."""
+        if self.changes.get("compile") == "reduce_overhead":
+            torch.compiler.cudagraph_mark_step_begin()  # else a graph's results are thought to be needed still
+        if "gc" in self.changes and steps % _COLLECT_EVERY == 1:
+            gc.disable()
+            gc.collect()
+            self.did("gc")
+
+    def did(self, name: str) -> None:
+        """The change found something to change."""
+        self.counts[name] += 1
+
+    def left(self, name: str, why: str) -> None:
+        """Something stays as it is."""
+        self._why.setdefault(name, why)
+
+    @property
+    def not_applied(self) -> Mapping[str, str]:
+        """Change -> why it changed nothing."""
+        why = {name: self._why.get(name, _NOTHING[name]) for name, count in self.counts.items() if not count}
+        if self.changes.get("precision") == "tf32" and matmul_precision() == "highest":
+            why["precision"] = "the script sets the precision of matmuls itself"
+        return why
+
+    def compile_options(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options of a torch.compile that the script calls, as the change wants them."""
+        if self._compiles_itself:  # this call is the change's own
+            return options
+        self._script_compiles = True
+        if self.changes["compile"] == "module":
+            self.left("compile", "the script calls torch.compile already")
+            return options
+        if options.get("mode") not in (None, "default") or options.get("options") or options.get("disable"):
+            self.left("compile", "the script gives torch.compile a mode or options of its own")
+            return options
+        if options.get("backend", "inductor") != "inductor":
+            self.left("compile", f"the script compiles with the backend {options['backend']}")
+            return options
+        self.did("compile")
+        return {**options, "mode": "reduce-overhead"}
+
+    def _compile_module(self, module: torch.nn.Module, value: str) -> None:
+        """Compile it in place, so that whoever has it calls the compiled one; of DDP what is in it, since its forward sends."""
+        if self._script_compiles:
+            return
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        options: dict[str, Any] = {"mode": "reduce-overhead"} if value == "reduce_overhead" else {}
+        self._compiles_itself = True
+        if type(inner).forward.__module__.startswith("torch."):  # of a plain Sequential, `compile()` compiles nothing
+            inner._compiled_call_impl = torch.compile(functools.partial(_call_of, inner), **options)
+        else:
+            inner.compile(**options)
+        self._compiles_itself = False
+        self.did("compile")
+
+
+def _call_of(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+    return module._call_impl(*arguments, **options)
+
+
+def _adamw(applied: Applied, value: str) -> None:
+    """Fused: each torch.optim.Adam and AdamW is built with fused=True. By trainstep: torch.optim.AdamW is ours."""
+    if value == "trainstep":
+        _wrap(torch.optim, "AdamW", functools.partial(_trainstep_adamw, applied))
+        return
+    kinds: set[type] = {torch.optim.Adam}
+    if torch.optim.Adam not in torch.optim.AdamW.__mro__:  # in older torch; else its constructor calls Adam's
+        kinds.add(torch.optim.AdamW)
+    for kind in kinds:
+        _wrap(kind, "__init__", functools.partial(_fused_init, applied))
+
+
+def _fused_init(applied: Applied, init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def fused_init(optimizer: Any, params: Any, *arguments: Any, **options: Any) -> None:
+        params = params if isinstance(params, torch.Tensor) else list(params)  # a generator serves one attempt only
+        if options.get("fused") or options.get("differentiable"):
+            applied.left("adamw", "it is fused already" if options.get("fused") else "it is differentiable")
+            return init(optimizer, params, *arguments, **options)
+        try:
+            init(optimizer, params, *arguments, **{**options, "fused": True, "foreach": None})
+        except (RuntimeError, ValueError) as error:
+            applied.left("adamw", f"torch refuses it: {next(iter(str(error).splitlines()), '')}")
+            return init(optimizer, params, *arguments, **options)
+        if all(_has_fused_kernel(weight) for group in optimizer.param_groups for weight in group["params"]):
+            applied.did("adamw")
+            return None
+        applied.left("adamw", "torch's fused kernel takes other parameters")
+        return init(optimizer, params, *arguments, **options)
+
+    return fused_init
+
+
+def _has_fused_kernel(weight: torch.Tensor) -> bool:
+    """What torch itself checks, but only in the first step."""
+    return weight.device.type in ("cpu", "cuda") and torch.is_floating_point(weight)
+
+
+def _trainstep_adamw(applied: Applied, original: Callable[..., Any]) -> type:
+    """A class that builds trainstep's AdamW, or torch's where options ask for what ours has not."""
+
+    class AppliedAdamW(AdamW):
+        """trainstep's AdamW with the arguments of torch's."""
+
+        def __new__(cls, params: Any, *arguments: Any, **options: Any) -> Any:
+            only = [name for name in _TORCH_ADAMW_ONLY if options.get(name)]
+            if not only and len(arguments) <= len(_ADAMW_OPTIONS):
+                return super().__new__(cls)
+            applied.left("adamw", f"trainstep's AdamW has no {only[0] if only else 'amsgrad'}")
+            return original(params, *arguments, **options)
+
+        def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
+            super().__init__(params, *arguments, **{key: options[key] for key in _ADAMW_OPTIONS if key in options})
+            applied.did("adamw")
+
+    AppliedAdamW.__name__ = AppliedAdamW.__qualname__ = "AdamW"
+    return AppliedAdamW
+
+
+def _loaders(applied: Applied, _: str) -> None:
+    """Each DataLoader is built with the workers and the pinned memory that are asked for, both by one wrapper."""
+    if not hasattr(DataLoader.__init__, "changes_loaders"):
+        _wrap(DataLoader, "__init__", functools.partial(_changed_loader, applied))
+
+
+def _changed_loader(applied: Applied, init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def changed_init(loader: Any, *arguments: Any, **options: Any) -> None:
+        bound = signature.bind(loader, *arguments, **options)
+        given = bound.arguments
+        if "workers" in applied.changes:
+            workers = int(applied.changes["workers"])
+            if isinstance(given.get("dataset"), IterableDataset):
+                applied.left("workers", "with workers an IterableDataset may give other data")
+            elif given.get("num_workers", 0) >= workers:
+                applied.left("workers", f"it has {given['num_workers']} already")
+            else:
+                given |= {"num_workers": workers, "persistent_workers": True}
+                applied.did("workers")
+        if "pin_memory" in applied.changes:
+            if given.get("pin_memory"):
+                applied.left("pin_memory", "it is on already")
+            elif not torch.cuda.is_available():
+                applied.left("pin_memory", "there is no GPU to pin memory for")
+            else:
+                given["pin_memory"] = True
+                applied.did("pin_memory")
+        init(*bound.args, **bound.kwargs)
+
+    changed_init.changes_loaders = True  # type: ignore[attr-defined]
+    return changed_init
+
+
+def _compile(applied: Applied, _: str) -> None:
+    """Each torch.compile of the script, which `Module.compile` calls too, has the mode that is asked for."""
+
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compiled(*arguments: Any, **options: Any) -> Any:
+            return original(*arguments, **applied.compile_options(options))
+
+        return compiled
+
+    _wrap(torch, "compile", made)
+
+
+def _precision(applied: Applied, value: str) -> None:
+    """TF32 for fp32 matmuls. Autocast waits for the outermost module."""
+    if value == "tf32" and matmul_precision() == "highest":
+        torch.set_float32_matmul_precision("high")
+        applied.did("precision")
+
+
+def _under_autocast(module: torch.nn.Module) -> None:
+    """Each forward pass of the module under bf16 autocast, its results in fp32, as loss functions outside expect them."""
+    parameter = next(module.parameters(), None)
+    device = "cpu" if parameter is None else parameter.device.type
+    contexts: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        contexts.append(torch.autocast(device, torch.bfloat16))
+        contexts[-1].__enter__()
+
+    def leave(_module: Any, _arguments: Any, results: Any) -> Any:
+        contexts.pop().__exit__(None, None, None)
+        return tree_map(_in_fp32, results)
+
+    compiled = getattr(module, "_compiled_call_impl", None)
+    if compiled is None:
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return
+
+    def call(*arguments: Any, **options: Any) -> Any:  # hooks would be traced into its graph
+        with torch.autocast(device, torch.bfloat16):
+            return tree_map(_in_fp32, compiled(*arguments, **options))
+
+    module._compiled_call_impl = call
+
+
+def _in_fp32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+    return value.float() if is_half else value
+
+
+def _attention(applied: Applied, _: str) -> None:
+    """torch.nn.functional.scaled_dot_product_attention by trainstep's kernel, where it takes the call."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def noted() -> bool:  # while a graph is traced this runs once, and is no part of it
+        applied.did("attention")
+        return True
+
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def attention(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attn_mask: torch.Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> torch.Tensor:
+            if attn_mask is None and dropout_p == 0.0 and _takes(query, key, value, enable_gqa):
+                noted()
+                found = flash_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+                return found if isinstance(found, torch.Tensor) else found[0]
+            result: torch.Tensor = original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return result
+
+        return attention
+
+    applied.left("attention", "each call has a mask, dropout, or tensors that the kernel does not take")
+    _wrap(torch.nn.functional, "scaled_dot_product_attention", made)
+
+
+def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    """Whether the kernel takes these tensors: on a GPU, or anywhere where Triton's interpreter is on."""
+    if not (query.is_cuda or _INTERPRETED) or query.dim() != 4 or query.shape[-1] not in _HEAD_DIMS:
+        return False
+    if query.dtype not in _KERNEL_DTYPES or not query.dtype == key.dtype == value.dtype:
+        return False
+    heads, groups = query.shape[1], key.shape[1]
+    fits = heads == groups or (enable_gqa and heads % groups == 0)
+    return fits and key.shape == value.shape and key.shape[-1] == query.shape[-1] and key.shape[0] == query.shape[0]
+
+
+def _buckets(applied: Applied, value: str) -> None:
+    """DistributedDataParallel is built with buckets of so many MiB."""
+
+    def made(init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def changed_init(*arguments: Any, **options: Any) -> None:
+            init(*arguments, **{**options, "bucket_cap_mb": int(value)})
+            applied.did("bucket_cap_mb")
+
+        return changed_init
+
+    _wrap(DistributedDataParallel, "__init__", made)
+
+
+def _wrap(owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(owner, name, made(getattr(owner, name)))
+
+
+_INSTALL: Mapping[str, Callable[[Applied, str], None]] = {
+    "adamw": _adamw,
+    "workers": _loaders,
+    "pin_memory": _loaders,
+    "compile": _compile,
+    "precision": _precision,
+    "attention": _attention,
+    "bucket_cap_mb": _buckets,
+}
+_NOTHING: Mapping[str, str] = {
+    "adamw": "the script builds no Adam or AdamW of torch.optim",
+    "workers": "the script builds no DataLoader",
+    "pin_memory": "the script builds no DataLoader",
+    "compile": "no module of the script was called outermost",
+    "precision": "no module of the script was called outermost",
+    "attention": "the script calls no scaled_dot_product_attention",
+    "bucket_cap_mb": "the script builds no DistributedDataParallel",
+    "gc": "no step ended",
+}
+"""Change -> why it changed nothing, where nothing else is known."""

@@ -1,0 +1,140 @@
+"""A run that is steered: changes are applied, losses are kept, and the script is stopped after so many steps.
+
+    steering = Steering({"adamw": "fused"}, stop_after=40)
+    steering.install()                      # before the script builds anything
+    steering.step_ended(steps, hooks)       # by the watch; raises StoppedAfter after the last step
+
+Of a run that is stopped the first steps are warm-ups, ten of forty, and the others are timed as one window.
+
+[Note: one window] What a proof compares is the mean step of a window with the device idle at both ends. The times of single steps
+are the host's. Whoever replays graphs runs tens of steps ahead of the device, and a short run would then measure launches; and
+workers of a loader make some batches wait and others not, so that a median tells little. In the window there is no other
+synchronisation.
+
+[Note: losses] A step's loss is the mean of the scalars on which backward was called in it, each copied on its device and read when
+the run ends. They are those of rank 0, and of a gradient scaler's scaled loss. Where backward is called on something else, there
+are none.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainstep.config.script import text_of_changes
+from trainstep.measure.run.applied import Applied
+from trainstep.measure.run.device_clock import matmul_precision
+from trainstep.measure.run.hooks import Hooks
+from trainstep.measure.run.script import StoppedAfter
+from trainstep.records.facts import Fact, facts_of
+
+WARMUP_STEPS = 10
+"""Steps before the window, and steps whose losses are kept: wrong gradients show only after some updates."""
+
+
+class Steering:
+    """The changes and the end of one run. `stop_after`: None lets the script go on to its own end."""
+
+    def __init__(self, changes: Mapping[str, str], stop_after: int | None = None) -> None:
+        self.applied = Applied(changes)
+        self._stop_after = stop_after
+        self._warmups = min(WARMUP_STEPS, (stop_after or 0) // 2)
+        self._losses: list[list[torch.Tensor]] = [[]]
+        """Of each step whose losses are kept."""
+        self._keeps_losses = True
+        self._has_changed_module = False
+        self._began_s: float | None = None
+        self._timed_s: float | None = None
+        self._stopped = False
+        self._autocast: str | None = None
+        self._weights: torch.dtype | None = None
+
+    def install(self) -> None:
+        """Apply the changes, and see what backward is called on."""
+        self.applied.install()
+        torch.autograd.backward = self._seen_backward(torch.autograd.backward)
+        enter = torch.autocast.__enter__
+
+        @functools.wraps(enter)
+        def seen_enter(context: Any) -> Any:
+            if self._autocast is None and context._enabled and torch.is_grad_enabled():
+                self._autocast = "bf16_autocast" if context.fast_dtype == torch.bfloat16 else "fp16_autocast"
+            return enter(context)  # type: ignore[no-untyped-call]
+
+        torch.autocast.__enter__ = seen_enter  # type: ignore[method-assign]
+
+    def step_ended(self, steps: int, hooks: Hooks, trained: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """A step has ended. StoppedAfter, an exit of the process, after the last step, and again if the script survives it."""
+        if not self._has_changed_module and hooks.called is not None:
+            self._has_changed_module = True
+            followed = hooks.followed
+            hooks.unfollow()  # hooks inside a module would be compiled with it
+            self.applied.change_module(hooks.called)
+            hooks.follow(followed)
+        if self._weights is None:
+            self._weights = next((parameter.dtype for parameter in trained()), None)
+        self.applied.step_ended(steps)
+        self._keeps_losses = steps < WARMUP_STEPS
+        if self._keeps_losses:
+            self._losses.append([])
+        if self._stop_after is None:
+            return
+        if steps == self._warmups:
+            self._began_s = _idle_s()
+        if steps >= self._stop_after:
+            if self._began_s is not None and self._timed_s is None:
+                self._timed_s = _idle_s() - self._began_s
+            self._stopped = True
+            raise StoppedAfter(steps)
+
+    @property
+    def facts(self) -> dict[str, Fact]:
+        """What was applied and what was not, the precision of the script, and the window's time if the run was stopped."""
+        not_applied = "; ".join(f"{name}: {why}" for name, why in self.applied.not_applied.items())
+        timed = self._stop_after - self._warmups if self._stopped and self._stop_after else None
+        return facts_of(
+            applied=text_of_changes(self.applied.changes) or None,
+            not_applied=not_applied or None,
+            stopped_after=self._stop_after if self._stopped else None,
+            timed_steps=timed,
+            timed_s=self._timed_s,
+            script_precision=self._precision(),
+        )
+
+    @property
+    def tables(self) -> Mapping[str, Mapping[str, Sequence[Any]]]:
+        """The losses of the first steps. They are read from the device here."""
+        losses = [_mean(values) for values in self._losses if values]
+        return {"losses": {"loss": losses}} if losses else {}
+
+    def _precision(self) -> str:
+        """As config.run names it: autocast's dtype, else the weights', else that of fp32 matmuls."""
+        if self._autocast is not None:
+            return self._autocast
+        if self._weights in (torch.bfloat16, torch.float16):
+            return "bf16" if self._weights == torch.bfloat16 else "fp16"
+        return "fp32" if matmul_precision() == "highest" else "tf32"
+
+    def _seen_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def seen_backward(tensors: Any, *arguments: Any, **options: Any) -> Any:
+            if self._keeps_losses and isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+                self._losses[-1].append(tensors.detach().clone())
+            return backward(tensors, *arguments, **options)
+
+        return seen_backward
+
+
+def _mean(values: Sequence[torch.Tensor]) -> float | None:
+    mean = sum(float(value) for value in values) / len(values)
+    return mean if math.isfinite(mean) else None
+
+
+def _idle_s() -> float:
+    """The time at which the device has nothing to do."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

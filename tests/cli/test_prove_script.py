@@ -1,0 +1,107 @@
+"""`trainstep explain RUN.jsonl --prove` of a script on a CPU: a slow loader is undone from outside, and a killed proof goes on."""
+
+import importlib.util
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from cell_maker import finish, start, wait_until
+from sources import ROOT
+from trainstep.records.store import Store
+
+LOOPS = ROOT / "tests/planted/loops"
+PROVE = ("explain", "run.jsonl", "--prove", "--out", "p.jsonl", "--json", "--script-steps", "8", "--processes", "5")
+NEEDED = {"hugging_face": ("transformers", "accelerate"), "lightning_loop": ("lightning",)}
+
+
+SLOW = """
+import time
+import torch
+
+class Late(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        time.sleep(0.03)  # far above what other processes can disturb
+        return torch.full((16,), float(index % 7))
+
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 16)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for number, batch in zip(range(12), torch.utils.data.DataLoader(Late(), batch_size=2)):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def record_run(folder: Path) -> None:
+    (folder / "train.py").write_text(SLOW)
+    words = ["run", "--quiet", "--no-page", "--out", "run.jsonl", "train.py"]
+    code, _, err = finish(start(*words, folder=folder), 110)
+    assert code == 0, err
+
+
+def count(path: Path) -> int:
+    return len(Store(path).finished())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_slow_loader_is_undone_from_outside_and_a_killed_proof_goes_on(tmp_path: Path):
+    record_run(tmp_path)
+    records = tmp_path / "p.jsonl"
+    first = start(*PROVE, folder=tmp_path)
+    assert wait_until(lambda: count(records) >= 3, 110)
+    os.killpg(first.pid, signal.SIGINT)
+    code, _, err = finish(first)
+    assert code == 130
+    assert "finished processes are kept in" in err
+    before = count(records)
+    code, out, err = finish(start(*PROVE, folder=tmp_path), 450)
+    assert code == 0, err
+    assert f"is started again and again in {tmp_path}, 8 steps each time" in err
+    processes = [record.fact("process") for record in Store(records).finished()]
+    assert len(processes) == len(set(processes)) > before, "nothing finished ran again"
+    answer = json.loads(out)
+    rows = {row["name"]: row for row in answer["rows"] if row["kind"] == "change"}
+    assert next(iter(rows)).startswith("workers ")
+    workers = next(iter(rows.values()))
+    assert workers["verdict"] == "faster"
+    assert workers["losses_apart"] == 0, "the same data, by other processes"
+    assert rows["adamw fused"]["verdict"] == "not applied", "it is fused already"
+    assert rows["precision bf16_autocast"]["verdict"] == "not run"
+    assert "trainstep run --apply workers=" in out
+    calls = count(records)
+    assert finish(start(*PROVE, folder=tmp_path), 110)[1] == out
+    assert count(records) == calls
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("loop", NEEDED)
+def test_other_loops_take_all_changes_of_a_cpu(loop: str, tmp_path: Path):
+    if any(importlib.util.find_spec(package) is None for package in NEEDED[loop]):
+        pytest.skip(f"{loop} needs {NEEDED[loop]}")
+    changes = "adamw=fused,workers=2,compile=module,precision=bf16_autocast"
+    words = ["run", "--quiet", "--no-page", "--inspect-every", "0", "--stop-after", "12", "--out", "s.jsonl"]
+    script = [LOOPS / f"{loop}.py", "--steps", "500", "--plant", "adamw_loop"]
+    code, _, err = finish(start(*words, "--apply", changes, *script, folder=tmp_path), 200)
+    assert code == 0, err
+    record = Store(tmp_path / "s.jsonl").finished()[-1]
+    assert record.fact("ending") == "stopped after 12 steps"
+    assert (record.fact("applied"), record.fact("not_applied")) == (changes, None)
+    assert record.fact("compiled_graphs") >= 1
+    assert len(record.tables["losses"]["loss"]) == 10
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_or_ends_early_proves_nothing(tmp_path: Path):
+    record_run(tmp_path)
+    code, out, _ = finish(start(*PROVE[:-4], "--script-steps", "20", folder=tmp_path), 110)
+    assert code == 3
+    assert "the script ended after 12 steps of 20: let it run longer, or give --script-steps" in out

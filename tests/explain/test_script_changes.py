@@ -1,0 +1,53 @@
+"""Which changes a proof tries of a script, in which order, and which it refuses."""
+
+from run_records import a_run
+from trainstep.config.script import CHANGES, Part
+from trainstep.explain.budget import step_budget
+from trainstep.explain.prove import Candidate
+from trainstep.explain.script_changes import ScriptPlace, script_candidates
+from trainstep.explain.script_evidence import script_evidence
+
+
+def candidates(
+    *, data_ms: float = 0.0, on_gpu: bool = True, ranks: int = 1, precision: str | None = "fp32", **options: object
+) -> dict[str, Candidate]:
+    allowed = options.pop("allowed", [])
+    budget = step_budget(script_evidence([a_run(parts_ms={**dict.fromkeys(Part, 1.0), Part.DATA: data_ms})]), None)
+    place = ScriptPlace(on_gpu=on_gpu, ranks=ranks, cores=16, precision=precision, **options)
+    return {candidate.name: candidate for candidate in script_candidates(budget, place, allowed)}
+
+
+def test_what_a_finding_predicts_comes_first_and_what_is_refused_last():
+    found = candidates(data_ms=30.0)
+    assert next(iter(found)) == "workers 8"
+    assert found["workers 8"].gain is not None
+    assert {"compile reduce_overhead", "attention trainstep", "adamw fused", "pin_memory on"} <= found.keys()
+    refused = [name for name, candidate in found.items() if candidate.refusal]
+    assert refused == ["precision bf16_autocast", "precision tf32"]
+    assert list(found)[-2:] == refused
+
+
+def test_what_would_do_nothing_is_not_tried():
+    found = candidates(on_gpu=False)
+    assert set(found) == {"adamw fused", "compile module", "precision bf16_autocast"}
+    assert candidates(ranks=2).keys() >= {"bucket_cap_mb 25", "bucket_cap_mb 100"}
+    assert "precision tf32" not in candidates(precision="tf32")
+    assert not [name for name in candidates(precision="bf16_autocast") if name.startswith("precision")]
+    assert candidates(compiles=True)["compile module"].refusal == "the script compiles already"
+
+
+def test_a_precision_that_is_allowed_is_tried():
+    found = candidates(allowed=["tf32"])
+    assert not found["precision tf32"].refusal
+    assert found["precision bf16_autocast"].refusal
+
+
+def test_ranks_share_the_cores():
+    assert "workers 4" in candidates(data_ms=30.0, ranks=4)
+    assert "workers 2" in candidates(data_ms=30.0, ranks=16)
+
+
+def test_every_change_is_one_that_run_applies():
+    for candidate in candidates(data_ms=30.0, ranks=2).values():
+        for name, value in candidate.fields.items():
+            assert value in CHANGES[name].values or (not CHANGES[name].values and value.isdecimal())
