@@ -1,4 +1,4 @@
-"""Every row of the sweeps of the 8B step surely fits by plan, so that none ends in a time limit that others pay."""
+"""Every row of the sweeps of the 8B step fits by plan, so that none ends in a time limit that others pay."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def planned(cell: Cell) -> RanksConfig:
 
 
 @pytest.mark.parametrize("cell", [*cells("step_8b"), *cells("step_8b_alone")], ids=lambda cell: cell.label)
-def test_a_row_fits_surely(cell: Cell):
+def test_a_row_fits(cell: Cell):
     prediction = predict(planned(cell), gpu_memory_bytes=H200_BYTES, steps=2)
     assert prediction.fits
     assert not prediction.is_tight or prediction.spare_bytes > 0
