@@ -1,4 +1,4 @@
-"""What a proof tries of somebody's own script: the changes that `--apply` of `trainstep run` makes, with the causes that they remove.
+"""What a proof tries of a script: the changes that `--apply` of `trainstep run` makes, with the causes that they remove.
 
     script_candidates(budget, machine, precision="bf16_autocast", allowed=["tf32"])
 
