@@ -113,7 +113,10 @@ def measured(case: Case, plants: Sequence[str], steps: int, folder: Path) -> dic
     if shown.returncode != 0:
         raise RuntimeError(f"{' '.join(explained)}\n{shown.stderr[-2000:]}")
     rows = [row for row in json.loads(shown.stdout)["rows"] if row["kind"] == "finding"]
-    step_s = statistics.fmean(itertools.chain(*(record.samples["step"].values for record in records)))
+    timed = [
+        record.samples["step"].values for record in records if "step" in record.samples
+    ]  # a last record may have none
+    step_s = statistics.fmean(itertools.chain(*timed))
     whole_s = sum(record.duration_s for record in records)
     others = sum((record.fact("others_cpu_share") or 0.0) * record.duration_s for record in records) / whole_s
     waited = sum(record.fact("core_wait_s") or 0.0 for record in records) / whole_s

@@ -10,10 +10,12 @@ from fake_step import count
 from trainstep.config.model import ModelConfig, size
 from trainstep.config.parallel import RankRunConfig, RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.plan.allocator import Allocator
 from trainstep.plan.grade import Grade, grade_records, ranks_config
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.peak_memory import expected_memory
+from trainstep.plan.rank_tensors import _LEAST_COPIED_BYTES
 from trainstep.plan.step_memory import alone, replay
 from trainstep.plan.step_replay import StepMemory
 from trainstep.records.store import Store
@@ -23,14 +25,12 @@ OLD = ("ddp_xl_fp32", "ddp_xl_shards")
 """Of code before sharded_flat and buckets had the sizes they have now."""
 REPEATED = ("same_against_same",)
 """A hundred records of one step."""
-NOT_MENDED = ("captured_sharded_flat",)
-"""A step whose peak is predicted 3 % too high: copies need no staging there."""
 MIB = 2**20
 
 
 @pytest.fixture(scope="module")
 def grades() -> list[Grade]:
-    files = [path for path in sorted(RECORDS.glob("*.jsonl")) if path.stem not in OLD + NOT_MENDED + REPEATED]
+    files = [path for path in sorted(RECORDS.glob("*.jsonl")) if path.stem not in OLD + REPEATED]
     return [grade for path in files for grade in grade_records(Store(path).read())[0]]
 
 
@@ -153,6 +153,34 @@ def test_the_peak_of_captured_buckets_in_place_is_the_measured_one():
     assert [grade.config.sync.in_place for grade in grades] == [False, True]
     assert max(abs(grade.allocated_error) for grade in grades) <= 0.001
     assert max(abs(grade.reserved_error) for grade in grades) <= 0.01
+
+
+@pytest.mark.parametrize("file", ["h200/captured_sharded_flat", "h100/captured_messages", "h200/captured_fsdp"])
+def test_copies_send_gradients_from_where_they_are(file):
+    grades, _ = grade_records(Store(RECORDS.parent / f"{file}.jsonl").read())
+    by_copies = [
+        grade for grade in grades if grade.config.sync.transport == "copies" and grade.config.sync.name != "none"
+    ]
+    assert by_copies
+    assert max(abs(grade.allocated_error) for grade in by_copies) <= 0.005
+
+
+@pytest.mark.parametrize(("shard_ranks", "alike"), [(None, False), (1, True)])
+def test_a_group_of_one_rank_has_no_copies(shard_ranks, alike):
+    run = RunConfig(model=size("small"), batch_size=2, device="cuda")
+    peaks = [
+        replay(
+            RanksConfig(
+                ranks=2, sync=SyncConfig(name="sharded_flat", transport=transport, shard_ranks=shard_ranks), run=run
+            )
+        )
+        for transport in ("library", "copies")
+    ]
+    assert (peaks[0].peak.allocated_bytes == peaks[1].peak.allocated_bytes) == alike
+
+
+def test_messages_that_are_copied_are_as_large_as_plan_says():
+    assert CopyEngines().least_bytes == _LEAST_COPIED_BYTES
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded_flat", "fsdp"])

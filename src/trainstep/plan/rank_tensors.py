@@ -21,7 +21,7 @@ from trainstep.plan.optimizer_state import Updated
 from trainstep.plan.replicated_tensors import InBuckets, Replicated, Setup, UpdatedInBackward
 
 _LEAST_COPIED_BYTES = 2**20
-"""Smaller messages go by the library, as CopyOptions of parallel/copies/messages.py say."""
+"""Smaller messages go by the library: `least_bytes` of parallel/copies/messages.py, which a test compares."""
 
 
 class InUnits(Replicated):
@@ -139,10 +139,11 @@ class InUnits(Replicated):
             self.live.drop(shards)
 
     def _sent_where_they_are(self, unit: Unit, whole: Sequence[Tensor]) -> bool:
-        """Whether copies send these gradients: all are there, in the dtype in which they are averaged."""
+        """Whether copies send these gradients: all are there, dense, in the dtype in which they are averaged."""
         sizes = [parameter.numel * self.exchange.gradient_bytes(parameter) for parameter in unit.parameters]
         return (
             self.sync.transport == "copies"
+            and self.exchange.shards > 1
             and self._sent_bytes(unit) >= _LEAST_COPIED_BYTES
             and [tensor.nbytes for tensor in whole] == sizes
         )

@@ -99,23 +99,25 @@ def optimizer_over(
 
 @torch.no_grad()
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that AdamW's first update would make, and change nothing else.
+    """Make the state of AdamW that its first update would make, and change nothing else.
 
     By an update with gradients of 0 at a learning rate of 0, which leaves weights and moments as they are, and whose step is taken
     back. For memory: state that exists before the first forward has segments of its own, and does not lie scattered among those
-    that activations left. The gradients are None afterwards.
+    that activations left. The gradients are None afterwards. Parameters that no loss uses get state, too, and are never updated.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     for state in optimizer.state.values():
         state["step"].zero_()
 

@@ -95,6 +95,24 @@ def test_the_prediction_is_what_a_step_holds(fields: dict[str, Any]):
         assert held_bytes(assembly) <= choice.peak_bytes
 
 
+@pytest.mark.parametrize(("optimizer_bytes", "fits"), [(0, True), (10**12, False)])
+def test_fragments_that_are_given_back_do_not_hide_the_optimizer(
+    optimizer_bytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+):
+    assembly, whole = fitted()
+    step = dataclasses.replace(whole.step, optimizer_bytes=optimizer_bytes)
+    budget = choice_of(whole.step, ["none"] * len(whole.step.blocks)).peak_bytes
+    monkeypatch.setattr(recompute_budget, "_peak_bytes", lambda *_: budget + 1)
+    monkeypatch.setattr(recompute_budget, "_peak_within", lambda *_: budget - 1)
+    verified = recompute_budget._verified
+    if not fits:
+        with pytest.raises(BudgetTooSmall):
+            verified(assembly, assembly.micro_batches(0)[0], step, budget)
+        return
+    choice, held = verified(assembly, assembly.micro_batches(0)[0], step, budget)
+    assert (choice.added_s, held) == (0, budget - 1)
+
+
 @pytest.mark.slow
 def test_a_budget_changes_no_loss():
     for fields in ({}, {"model": USERS}, {"precision": "bf16_autocast", "ops": "fused"}):

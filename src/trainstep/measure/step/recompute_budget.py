@@ -36,7 +36,7 @@ from trainstep.training.optimizer import MasterWeights, make_state
 from trainstep.training.recompute import RecomputedForward
 
 _LOSS_BYTES = {"cpu": 4, "cuda": 512}
-"""Bytes of a number of four bytes: a GPU's allocator gives out multiples of 512."""
+"""Bytes of the loss of earlier micro-batches: a GPU's allocator gives out multiples of 512."""
 _TRIES = 4
 """Times that a choice is made, each with less than the one before has exceeded the budget by."""
 
@@ -130,8 +130,10 @@ def _verified(assembly: Assembly, batch: Batch, step: StepCost, budget_bytes: in
         set_choice(assembly.recomputed, choice)
         tried[choice] = max(_peak_bytes(assembly, batch), step.optimizer_bytes)
         most_bytes = budget_bytes + choice.peak_bytes - tried[choice]
-        if tried[choice] > budget_bytes and _ends_within(assembly, batch, budget_bytes):
-            tried[choice] = budget_bytes
+        if tried[choice] > budget_bytes >= step.optimizer_bytes:
+            tried[choice] = max(_peak_within(assembly, batch, budget_bytes) or tried[choice], step.optimizer_bytes)
+            if tried[choice] <= budget_bytes:  # what recomputes more would only be slower
+                break
     fitting = [choice for choice, held in tried.items() if held <= budget_bytes]
     if not fitting:
         least = min(tried, key=lambda choice: tried[choice])
@@ -225,7 +227,7 @@ def _step_cost(assembly: Assembly, moments: _Moments, blocks: Sequence[BlockCost
 
 
 def _peak_bytes(assembly: Assembly, batch: Batch) -> int:
-    """The most that two steps' forward and backward hold: on a GPU, what the allocator reserves."""
+    """The most that forward and backward hold; on a GPU what two of them reserve, the second on what the first left."""
     if assembly.device.type != "cuda":
         with live_bytes(assembly.device) as live:
             _last_micro_batch(assembly, batch, live.begin_peak)
@@ -245,24 +247,26 @@ def _peak_bytes(assembly: Assembly, batch: Batch) -> int:
         return torch.cuda.get_device_properties(assembly.device).total_memory
 
 
-def _ends_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> bool:
-    """Whether two steps' forward and backward end on a GPU that may reserve no more, and gives fragments back before it would.
+def _peak_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> int | None:
+    """What two steps' forward and backward reserve on a GPU that may reserve no more, and so gives fragments back before it would.
 
-    Not what a capture needs, in which nothing is given back.
+    None if they do not end there. Nor is it what a capture needs, in which nothing is given back.
     """
     if assembly.device.type != "cuda" or assembly.captured is not None:
-        return False
+        return None
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(assembly.device)
     _reserve_at_most(budget_bytes, assembly.device)
     try:
         for _ in range(2):
             _last_micro_batch(assembly, batch)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved(assembly.device)
     except torch.OutOfMemoryError:
         assembly.step.clear_gradients()
-        return False
+        return None
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, assembly.device.index)
-    return True
 
 
 def _reserve_at_most(budget_bytes: int, device: torch.device) -> None:
