@@ -53,7 +53,7 @@ def is_joint(parameter: nn.Parameter, module: nn.Module) -> bool:
 
 
 def pieces(assembly: Assembly) -> Iterator[tuple[str, int, int, Tensor]]:
-    """Of each parameter: its name, the elements before this rank's piece, those of the whole, and the piece's averaged gradient."""
+    """Each parameter's name, the elements before this rank's piece, those of the whole, and the piece's averaged gradient."""
     sync = assembly.step.gradient_sync
     names = [name for name, _ in assembly.module.named_parameters()]
     if isinstance(sync, ShardedGradients):

@@ -186,7 +186,7 @@ class RunConfig:
             return
         if self.recompute != "selective":
             raise ValueError(
-                "narrow_blocks: are those of which recompute selective keeps less; take recompute selective, or leave it out"
+                "narrow_blocks: only recompute selective has narrow blocks; take that, or leave narrow_blocks out"
             )
         if self.recompute_every != 1:
             raise ValueError("narrow_blocks: recompute_every leaves out blocks; leave one of the two out")

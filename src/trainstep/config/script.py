@@ -9,7 +9,6 @@ measure/run/applied.py makes the changes, and explain/script_changes.py says whi
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from trainstep.config.fields import check_choices, check_integer, described
 from trainstep.config.run import DEVICES, Phase
@@ -59,31 +58,17 @@ class ScriptConfig:
                 raise ValueError(f"{name}: must not be empty")
 
 
-class ChangeKind(NamedTuple):
-    """`values`: those that it takes, by word; empty if it takes a positive whole number. `meaning`: what it does."""
-
-    meaning: str
-    values: tuple[str, ...] = ()
-
-
-CHANGES: Mapping[str, ChangeKind] = {
-    "adamw": ChangeKind("torch's Adam and AdamW fused, or AdamW by trainstep.ops", ("fused", "trainstep")),
-    "workers": ChangeKind("processes of each DataLoader, which are kept"),
-    "pin_memory": ChangeKind("each DataLoader gives batches in pinned memory", ("on",)),
-    "compile": ChangeKind(
-        "the outermost module is compiled; with reduce_overhead into CUDA graphs, also what the script compiles",
-        ("module", "reduce_overhead"),
-    ),
-    "precision": ChangeKind(
-        "fp32 matmuls in TF32, or the outermost module under autocast: the losses change", ("tf32", "bf16_autocast")
-    ),
-    "attention": ChangeKind(
-        "scaled_dot_product_attention by trainstep's kernel, where it takes the call", ("trainstep",)
-    ),
-    "bucket_cap_mb": ChangeKind("MiB of a bucket of DistributedDataParallel"),
-    "gc": ChangeKind("Python's garbage collector only after every 200 steps", ("off",)),
+CHANGES: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("fused", "trainstep"),
+    "workers": (),
+    "pin_memory": ("on",),
+    "compile": ("module", "reduce_overhead"),
+    "precision": ("tf32", "bf16_autocast"),
+    "attention": ("trainstep",),
+    "bucket_cap_mb": (),
+    "gc": ("off",),
 }
-"""Name -> what it does."""
+"""Name -> the values that it takes; none: a positive whole number. docs/guide/run.md says what each does."""
 _LARGEST = 100_000
 
 
@@ -95,17 +80,17 @@ def changes_of_text(text: str) -> dict[str, str]:
     changes: dict[str, str] = {}
     for word in text.split(","):
         name, _, value = (part.strip() for part in word.partition("="))
-        kind = CHANGES.get(name)
-        if kind is None:
+        values = CHANGES.get(name)
+        if values is None:
             raise ValueError(f"apply: there is no change {name!r}; there are {known_changes()}")
         if name in changes:
             raise ValueError(f"apply: {name} is named twice; give it one value")
-        if not value and len(kind.values) == 1:
-            value = kind.values[0]
+        if not value and len(values) == 1:
+            value = values[0]
         is_number = value.isascii() and value.isdecimal() and 0 < int(value[:9]) <= _LARGEST and len(value) < 9
-        if not (value in kind.values or (not kind.values and is_number)):
-            raise ValueError(f"apply: {name} takes {_values(kind)}, not {value!r}")
-        changes[name] = value if kind.values else str(int(value))
+        if not (value in values or (not values and is_number)):
+            raise ValueError(f"apply: {name} takes {_values(values)}, not {value!r}")
+        changes[name] = value if values else str(int(value))
     return changes
 
 
@@ -116,8 +101,8 @@ def text_of_changes(changes: Mapping[str, object]) -> str:
 
 def known_changes() -> str:
     """`adamw=fused|trainstep, workers=N, ...`"""
-    return ", ".join(f"{name}={_values(kind, 'N', '|')}" for name, kind in CHANGES.items())
+    return ", ".join(f"{name}={_values(values, 'N', '|')}" for name, values in CHANGES.items())
 
 
-def _values(kind: ChangeKind, number: str = "a positive whole number", between: str = " or ") -> str:
-    return between.join(kind.values) or number
+def _values(values: tuple[str, ...], number: str = "a positive whole number", between: str = " or ") -> str:
+    return between.join(values) or number

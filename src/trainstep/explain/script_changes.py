@@ -31,7 +31,7 @@ _IF_FOUND = ("data", "garbage_collector")
 """Causes whose changes are tried only if they were found: else there is nothing that they could save."""
 _GPU_ONLY = ({"compile": "reduce_overhead"}, {"attention": "trainstep"}, {"adamw": "trainstep"}, {"pin_memory": "on"})
 _MOST_WORKERS = 8
-PRECISIONS = CHANGES["precision"].values
+PRECISIONS = CHANGES["precision"]
 """Those that can be applied from outside."""
 
 

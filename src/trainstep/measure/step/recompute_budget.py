@@ -233,30 +233,31 @@ def _peak_bytes(assembly: Assembly, batch: Batch) -> int:
             _last_micro_batch(assembly, batch, live.begin_peak)
             return _module_bytes(assembly) + live.peak()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(assembly.device)
     reserved, allocated = torch.cuda.memory_reserved(assembly.device), torch.cuda.memory_allocated(assembly.device)
     # A graph's tensors cannot lie in the gaps between weights and state, as those of an eager step do.
     gaps = reserved - allocated if assembly.captured is not None else 0
-    try:
-        for _ in range(2):
-            _last_micro_batch(assembly, batch)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_reserved(assembly.device) + gaps
-    except torch.OutOfMemoryError:
-        assembly.step.clear_gradients()
-        return torch.cuda.get_device_properties(assembly.device).total_memory
+    found = _reserved_bytes(assembly, batch)
+    return found + gaps if found is not None else torch.cuda.get_device_properties(assembly.device).total_memory
 
 
 def _peak_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> int | None:
-    """What two steps' forward and backward reserve on a GPU that may reserve no more, and so gives fragments back before it would.
+    """The same where the GPU may reserve no more, so that it gives fragments back before it would. None if that is too little.
 
-    None if they do not end there. Nor is it what a capture needs, in which nothing is given back.
+    None for a capture too, in which nothing is given back.
     """
     if assembly.device.type != "cuda" or assembly.captured is not None:
         return None
+    _reserve_at_most(budget_bytes, assembly.device)
+    try:
+        return _reserved_bytes(assembly, batch)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, assembly.device.index)
+
+
+def _reserved_bytes(assembly: Assembly, batch: Batch) -> int | None:
+    """The most that a GPU's allocator reserves in two forwards and backwards; None if memory runs out."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(assembly.device)
-    _reserve_at_most(budget_bytes, assembly.device)
     try:
         for _ in range(2):
             _last_micro_batch(assembly, batch)
@@ -265,8 +266,6 @@ def _peak_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> int | N
     except torch.OutOfMemoryError:
         assembly.step.clear_gradients()
         return None
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, assembly.device.index)
 
 
 def _reserve_at_most(budget_bytes: int, device: torch.device) -> None:
