@@ -21,6 +21,7 @@ from trainstep.measure.run.recording import Ending, Recording
 from trainstep.measure.run.script import Ended, LastOfAll, Script, after_import, find_script, run_script
 from trainstep.measure.run.show import files_of, rank_path, shared_name, show_run, wait_for_ranks
 from trainstep.measure.run.trackers import TensorBoard, Trackio
+from trainstep.measure.run.turns import Turn
 from trainstep.parallel.launch import find_launch, is_launched
 from trainstep.records.facts import Fact, facts_of
 from trainstep.records.record import Environment
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from trainstep.measure.run.steering import Steering
     from trainstep.measure.run.watch import Watch
 
-_WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio", "--apply", "--stop-after")
+_WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio", "--apply", "--stop-after", "--turn")
 """Options of `run` that a value follows. The first word that is none of these, no value and no switch begins the script's words."""
 _QUIET_KINETO = "6"
 """Above all levels of torch's profiler, which prints its starts and stops (USDT, level 5) into the script's output."""
@@ -58,6 +59,7 @@ def run(
     trackio: str | None = None,
     apply: str | None = None,
     stop_after: int | None = None,
+    turn: Annotated[int | None, Parameter(show=False)] = None,
 ) -> int:
     """Run your own training script, not a line changed, and show how long its steps take, where their time goes, and what waits.
 
@@ -106,10 +108,12 @@ def run(
         compile=module|reduce_overhead, precision=tf32|bf16_autocast, attention=trainstep, bucket_cap_mb=N, gc=off.
     stop_after
         End the script cleanly after so many steps. The losses of the first ten are in the records.
+    turn
+        For a proof, which starts several processes together: the descriptor of the socket at which this one waits for its turn.
     """
     script = find_script(words)
     _check(page, no_page=no_page, inspect_every=inspect_every, tensorboard=tensorboard, trackio=trackio)
-    steered = _steered(apply, stop_after)
+    steered = _steered(apply, stop_after, turn)
     rank, ranks, ranks_here, token = _rank(os.environ)
     path = Path(os.path.abspath(out or (RUNS / f"run-{token}.jsonl" if token else new_records_path("run"))))
     page = None if no_page or rank else Path(os.path.abspath(page or path.with_suffix(".html")))
@@ -166,7 +170,7 @@ class _Session:
         inspect_every: int | None,
         tensorboard: Path | None,
         trackio: str | None,
-        steered: tuple[Mapping[str, str], int | None] | None,
+        steered: tuple[Mapping[str, str], int | None, Turn | None] | None,
     ) -> None:
         """Watch this process. What goes wrong is said at the end: the script runs in any case."""
         try:
@@ -251,13 +255,16 @@ class _Session:
                 print(f"trainstep: {one_line(sentence)}", file=self._ours, flush=True)
 
 
-def _steered(apply: str | None, stop_after: int | None) -> tuple[Mapping[str, str], int | None] | None:
-    """The changes and the last step; None for a run that goes its own way. ValueError for what cannot be."""
+def _steered(
+    apply: str | None, stop_after: int | None, turn: int | None
+) -> tuple[Mapping[str, str], int | None, Turn | None] | None:
+    """The changes, the last step, and the turn; None for a run that goes its own way. ValueError for what cannot be."""
     if stop_after is not None and stop_after < 1:
         raise ValueError(f"stop_after: must be a number of steps, at least 1, not {stop_after}")
     if apply is None and stop_after is None:
         return None
-    return {} if apply is None else changes_of_text(apply), stop_after
+    waits = None if turn is None else Turn(turn)
+    return {} if apply is None else changes_of_text(apply), stop_after, waits
 
 
 def _check(

@@ -1,14 +1,16 @@
 """A proof's processes of a script: which record can be started again, the order, what is kept, given up, and told."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from run_records import a_run
 from trainstep.config.script import text_of_changes
-from trainstep.measure.run.script_lab import ScriptLab, command_of
+from trainstep.measure.run.script_command import command_of
+from trainstep.measure.run.script_lab import ScriptLab
+from trainstep.records.facts import Fact
 from trainstep.records.record import Record
 from trainstep.records.store import Store
 
@@ -27,21 +29,32 @@ class FakeLab(ScriptLab):
 
     def __init__(self, folder: Path, time_s: Callable[[str], float], **options: object) -> None:
         self.started: list[str] = []
+        self.groups: list[int] = []
+        """Number of processes that started together."""
         self.said: list[str] = []
         self.time_s = time_s
         record = recorded(folder)
         store = Store(folder / "p.jsonl")
         known = {"steps": STEPS, "pairs": 6, "timeout_s": 9.0, "say": self.said.append, "facts": {}}
-        super().__init__(store, command_of(record), here=record.environment, **{**known, **options})
+        here = dataclasses.replace(record.environment, memory_bytes=2**36)
+        super().__init__(store, command_of(record), here=here, **{**known, **options})
 
-    def _run(self, changes: Mapping[str, str], out: Path) -> tuple[str, str]:
+    def _run(self, changes: Sequence[Mapping[str, str]], out: Sequence[Path]) -> Iterator[tuple[int, str, str]]:
+        self.groups.append(len(changes))
+        for place, (each, path) in enumerate(zip(changes, out, strict=True)):
+            yield place, *self._run_one(each, path, alone=len(changes) == 1)
+
+    def _run_one(self, changes: Mapping[str, str], out: Path, *, alone: bool) -> tuple[str, str]:
         text = text_of_changes(changes)
         self.started.append(text)
+        if text == "workers=7" and not alone:
+            return "OutOfMemoryError (exit code 1)", "crash"
         if text == "gc=off":
             return "ValueError: no (exit code 1)", "crash"
         facts = {"timed_s": 5 * self.time_s(text), "timed_steps": 5, "script_precision": "fp32"}
         facts |= {"not_applied": "adamw: none was built"} if text == "adamw=fused" else {}
         facts |= {"timed_s": None} if text == "workers=9" else {}
+        facts |= {"peak_rss_bytes": 2**30}
         record = a_run(facts=facts, tables={"losses": {"loss": [2.0, 1.0]}})
         Store(out).append(record)
         return "", ""
@@ -66,6 +79,71 @@ def test_a_change_that_is_not_faster_twice_is_given_up(tmp_path: Path):
     assert len(lab.started) == 4
     assert (comparison.verdict, comparison.low) == ("cannot tell", None)
     assert "not faster in the first 2 pairs" in comparison.reason
+
+
+def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab.measure_in_rounds([{"workers": "2"}, {"workers": "3"}, {"gc": "off"}, {"adamw": "fused"}])
+    assert lab.started[1:6] == ["", "workers=2", "workers=3", "gc=off", "adamw=fused"]
+    assert lab.started[6] == "gc=off", "what failed beside others runs again alone, and has no second round"
+    assert lab.started[7:10] == ["workers=3", "workers=2", ""], "in the opposite order"
+    assert lab.started[10:] == ["", "workers=2", "workers=2", ""] * 2, "workers=3 was not faster in two rounds"
+    assert lab.groups == [1, 5, 1, 3, 2, 2, 2, 2]
+    count = len(lab.started)
+    assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
+    assert "not faster in the first 2 pairs" in lab.compare({}, {"workers": "3"}, 0).reason
+    assert lab.trial({"gc": "off"}, 0).failure_kind == "crash"
+    assert len(lab.started) == count, "nothing was measured again"
+    lab.compare({}, {"workers": "2"}, 1)
+    assert len(lab.started) == count + 12, "a second comparison has an original of its own"
+    assert lab.said[0].startswith("round 1 of 6: workers=2 0.500, workers=3 1.000 of")
+
+
+def test_what_fails_beside_others_may_run_alone(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab.measure_in_rounds([{"workers": "7"}])
+    assert lab.trial({"workers": "7"}, 0).failure_kind == ""
+    assert lab.groups[:3] == [1, 2, 1]
+    assert not any(record.failure for record in lab.store.finished())
+
+
+def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
+    lab = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "workers=4": 0.7}.get(text, 1.0))
+    lab.first()
+    rounds = []
+    lab._is_spent = lambda next_s: (
+        rounds.append(next_s) is None and len(rounds) == 3
+    )  # too much for both in four rounds
+    lab.measure_in_rounds([{"workers": "4"}, {"workers": "2"}])
+    assert lab.started[7:] == ["", "workers=2", "workers=2", ""] * 2
+    lab._is_spent = lambda next_s: next_s > 0
+    assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
+    assert lab.cut_off == []
+    cut = lab.compare({}, {"workers": "4"}, 0)
+    assert (cut.verdict, cut.reason) == ("cannot tell", "the budget had room for 2 of 6 rounds")
+    assert cut.ratio == pytest.approx(0.7)
+    assert lab.cut_off == ["workers=4"]
+
+
+def test_as_many_live_at_once_as_have_room(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    assert lab._room() == 1
+    lab.first()
+    lab._here = dataclasses.replace(lab._here, memory_bytes=10 * 2**30, gpu_memory_bytes=30 * 2**30)
+    assert lab._room() == 4  # half of the memory over 1.25 GiB
+    [name] = lab._known
+    record = lab._known[name]
+    on_gpu = dataclasses.replace(record, config={**record.config, "device": "cuda"})
+    lab._known[name] = on_gpu
+    assert lab._room() == 1, "nothing says what it takes of the GPU"
+    lab._known[name] = dataclasses.replace(
+        on_gpu, facts={**on_gpu.facts, "peak_reserved_bytes": Fact(value=8 * 2**30, unit="bytes")}
+    )
+    assert lab._room() == 2  # 10 + 1 GiB each
+    lab.command = dataclasses.replace(lab.command, ranks=2)
+    assert lab._room() == 1
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):

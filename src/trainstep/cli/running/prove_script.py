@@ -21,7 +21,8 @@ from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_can
 from trainstep.explain.script_patch import lines_to_write, patch_of
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.measure.machine.environment import cores
-from trainstep.measure.run.script_lab import FEWEST_PAIRS, ScriptCommand, ScriptLab, command_of
+from trainstep.measure.run.script_command import ScriptCommand, command_of
+from trainstep.measure.run.script_lab import FEWEST_PAIRS, ScriptLab
 from trainstep.reading import read_file
 from trainstep.records.record import Record
 from trainstep.report.explain.budgets import Explained, explain_answers, explain_sections, explain_tables
@@ -70,6 +71,7 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
         for line in _before_words(one, command, steps, str(store.path)):
             tell(line, how)
         proof, _ = _measured(one, lab, request, how)
+        proof.untried += lab.cut_off
     return _show(one, proof, lab, how)
 
 
@@ -107,6 +109,7 @@ def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions
     found = script_candidates(one.budget, _place(one.row.record, first, precision), request.precisions)
     if not how.dry_run:
         tell(f"{len(found)} changes to prove", how)
+        lab.measure_in_rounds([{**lab.start, **candidate.fields} for candidate in found if not candidate.refusal])
     return measure(one, found, lab, lambda _: None, how, needs_losses=False), found
 
 

@@ -1,16 +1,18 @@
 """Measures somebody's own script for a proof: fresh processes of `trainstep run`, with changes from outside or without.
 
-    command = command_of(record)                    # how the record's script is started again; ValueError says why it cannot be
+    command = command_of(record)                    # script_command.py
     lab = ScriptLab(store, command, steps=40, ...)
+    lab.measure_in_rounds([{"adamw": "fused"}, {"workers": "8"}])
     lab.trial({}, 0), lab.compare({}, {"adamw": "fused"}, 0)
 
 The callbacks of plan/trials.py for a script. Each process that ends is a record in the store, looked up before another is started,
 so that a proof that was killed goes on with the process that it was at.
 
-[Note: the order] A script's processes cannot be stopped between two steps, since workers of its loaders would go on. So they run
-one after the other, a b b a a b b a: a pair is two neighbours, and both orders are equally frequent. A process gives one value,
-the mean step of its window (steering.py), and the interval is Student's over the pairs, as of every comparison of fresh processes
-(records/compare.py).
+[Note: the order] A process gives one value, the mean step of its window (steering.py). Several start together, as many as have
+room, so that a proof is not mostly imports and compilations; their windows follow one another while the others wait (turns.py). In
+a round the original and each change have a window; the next round has the opposite order. A change's pairs are its windows with the
+original's in the same rounds, which all changes share. A comparison outside the rounds has the order a b b a a b b a. The interval
+is Student's over the pairs, as of every comparison of fresh processes (records/compare.py). A script of several ranks runs alone.
 
 [Note: futility] A change that was not faster in the first two pairs is given up there. That loses changes of a few per cent on
 a noisy machine, and never makes one: `faster` always has all of its pairs.
@@ -20,22 +22,20 @@ import hashlib
 import json
 import math
 import os
-import shlex
-import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from trainstep.config.import_path import python_command
 from trainstep.config.script import text_of_changes
-from trainstep.measure.run.script import find_script
+from trainstep.measure.run.script_command import ScriptCommand
+from trainstep.measure.run.turns import in_turn
 from trainstep.plan.trials import Options, Trial
 from trainstep.records.compare import MINIMUM_PAIRS, Comparison, compare_samples
 from trainstep.records.facts import facts_of
@@ -49,60 +49,16 @@ _LEAST_GAIN = 0.02
 """[Note: futility]"""
 _FIRST_S = 30.0
 """Seconds that a process is thought to take before one has ended."""
-_LAST_BYTES = 8192
+_FEW = 2
+"""Processes after which their mean tells how long one takes: the first one's imports and compilations are the slowest."""
+_TOGETHER = 1.5
+"""Processes that start together take this many times as long as the first one, by a guess."""
+_MOST_TOGETHER = 10
+_CONTEXT_BYTES = 2**30
+"""What the driver takes of a GPU for a process, beside torch's memory."""
+_ROOM = 1.25
+"""A change may need more memory than the original."""
 _ORIGINAL = "the original"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptCommand:
-    """How a recorded script is started again."""
-
-    words: tuple[str, ...]
-    """Of `trainstep run`: the script, and its arguments."""
-    folder: str
-    ranks: int
-    source: str
-    """SHA-256 of the script as it is now."""
-    changed: bool
-    """Whether that is not the script of the record."""
-    record: Record
-
-
-def command_of(record: Record) -> ScriptCommand:
-    """How the script of a record is started again. ValueError where it cannot be."""
-    name, ranks = str(record.config["script"]), int(record.config.get("ranks", 1))
-    if not str(record.fact("command", "")).startswith("trainstep run"):
-        raise ValueError(
-            "prove: the record is of a watch in code, which does not say how its program is started; run the script by "
-            "`trainstep run`, and give that record"
-        )
-    if record.fact("applied") or record.fact("stopped_after"):
-        raise ValueError("prove: the record is of a run with --apply or --stop-after; give one of the script as it is")
-    if ranks > 1 and record.fact("local_ranks") != ranks:
-        raise ValueError(
-            f"prove: the run had {ranks} ranks that were not all on one machine, or does not say so; a proof starts ranks by "
-            "torchrun on this machine: run the script so, and give that record"
-        )
-    folder = str(record.fact("script_folder") or os.getcwd())
-    head = ("-m", name[3:]) if name.startswith("-m ") else (name,)
-    words = (*head, *shlex.split(str(record.config.get("arguments", ""))))
-    before = os.getcwd()
-    try:
-        os.chdir(folder)
-        script = find_script(words)
-    except OSError as error:
-        raise ValueError(f"prove: the run's folder {folder} cannot be entered: {error.strerror}") from None
-    finally:
-        os.chdir(before)
-    known = record.fact("script_source")
-    return ScriptCommand(
-        words=words,
-        folder=folder,
-        ranks=ranks,
-        source=script.source,
-        changed=bool(known) and known != script.source,
-        record=record,
-    )
 
 
 class ScriptLab:
@@ -141,7 +97,12 @@ class ScriptLab:
         done = [record for record in store.finished() if record.failure is None or record.failure.kind != "timeout"]
         self._known = {str(record.fact("process")): record for record in done if record.fact("process")}
         self._processes_s = [record.duration_s for record in self._known.values() if self._is_ours(record)]
+        """Of processes that started together, each one's share of their time."""
         self._ran = 0
+        self._in_rounds: set[str] = set()
+        """Keys of the changes that rounds measure."""
+        self.cut_off: list[str] = []
+        """Names of the changes that have had some of their rounds when the budget ended."""
 
     def key_of(self, options: Options) -> str:
         """Tells sets of changes apart, of this script as it is now."""
@@ -155,13 +116,67 @@ class ScriptLab:
 
     def first(self) -> Record | None:
         """The original's first process; None in a dry run that has none yet."""
-        return self._process(self.start, "trial 0")
+        records = self._processes([(self.start, "trial 0")])
+        return None if records is None else records[0]
+
+    def measure_in_rounds(self, tried: Sequence[Options]) -> None:
+        """Measure these against the original, all in each round, as far as the budget goes. `trial` and `compare` find them then.
+
+        [Note: the order] In the end the budget keeps room for one comparison: of all that helped, together.
+        """
+        self._in_rounds = {self.key_of(options) for options in tried}
+        left = list(tried)
+        for pair in range(self._pairs):
+            if pair >= _TRIED_PAIRS:
+                left = self._affordable(
+                    [options for options in left if not self._is_futile(options)], self._pairs - pair
+                )
+            if not left:
+                return
+            roles = [(self.start, f"trial {pair + 1}"), *[(options, f"trial {pair}") for options in left]]
+            if self._processes(roles[::-1] if pair % 2 else roles, self.comparison_s({})) is None:
+                return
+            left = [options for options in left if not self._trouble(options) and self._ratios(options)]
+            self._say(f"round {pair + 1} of {self._pairs}: {self._ratio_words(left)}")
+
+    def _trouble(self, options: Options) -> str:
+        tried = self.trial(options, 0)
+        return "" if tried is None else tried.failure_kind
+
+    def _ratios(self, options: Options) -> list[float]:
+        """What the change takes of the original's time, in each round so far."""
+        ratios = []
+        for pair in range(self._pairs):
+            before, after = (
+                self._known.get(self._name(self.start, f"trial {pair + 1}")),
+                self._known.get(self._name(options, f"trial {pair}")),
+            )
+            if before is None or after is None or before.failure or after.failure:
+                break
+            ratios.append(after.samples["step"].values[0] / before.samples["step"].values[0])
+        return ratios
+
+    def _is_futile(self, options: Options) -> bool:
+        """[Note: futility]"""
+        return min(self._ratios(options)[:_TRIED_PAIRS], default=0.0) > 1 / (1 + _LEAST_GAIN)
+
+    def _affordable(self, left: Sequence[Options], rounds: int) -> list[Options]:
+        """The fastest of these, as many as the budget has room for."""
+        best = sorted(left, key=lambda options: fmean(self._ratios(options) or [1.0]))
+        while best and self._is_spent(rounds * self._expected_s(len(best) + 1) + self.comparison_s({})):
+            best.pop()
+        return [options for options in left if options in best]
+
+    def _ratio_words(self, left: Sequence[Options]) -> str:
+        words = [f"{text_of_changes(self.changes(options))} {self._ratios(options)[-1]:.3f}" for options in left]
+        return f"{', '.join(words) or 'no change'} of the original's time"
 
     def trial(self, options: Options, repeat: int) -> Trial | None:
-        """One process alone, or an earlier command's record of it. A change that found nothing to change failed."""
-        record = self._process(options, f"trial {repeat}", self.trial_s(options))
-        if record is None:
+        """One process, or an earlier command's record of it. A change that found nothing to change failed."""
+        records = self._processes([(options, f"trial {repeat}")])
+        if records is None:
             return None
+        [record] = records
         if failure := record.failure:
             return Trial(failure_kind=failure.kind, phase=failure.phase, message=failure.message)
         if self.changes(options) and (why := record.fact("not_applied")):
@@ -174,34 +189,49 @@ class ScriptLab:
     def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
         """Pairs of processes, or earlier commands' records of them. [Note: the order]"""
         name = text_of_changes(self.changes(after))
-        left = [n for n in range(2 * self._pairs) if self._place(before, after, repeat, n) not in self._known]
-        if left and (self._dry_run or self._is_spent(len(left) * self.trial_s(after))):
-            return None
+        roles = self._roles(before, after, repeat)
+        left = [role for role in roles if self._name(*role) not in self._known]
+        if left and (self._dry_run or self._is_spent(self._expected_s(len(left)))):
+            return self._cut_off(name, self._ratios(after) if self._is_in_rounds(before, after, repeat) else ())
+        ratios: list[float] = []
         times_s: tuple[list[float], list[float]] = ([], [])
-        for pair in range(self._pairs):
-            for side in (0, 1) if pair % 2 == 0 else (1, 0):
-                options = after if side else before
-                record = self._process(options, self._role(before, after, repeat, 2 * pair + side))
-                if record is None:
-                    return None
-                if record.failure is not None:
-                    who = name if side else _ORIGINAL
-                    return Comparison(verdict="cannot tell", reason=f"{who} failed: {record.failure.message}")
-                times_s[side].append(record.samples["step"].values[0])
-            ratios = [b / a for a, b in zip(*times_s, strict=True)]
-            self._say(f"{name}: pair {pair + 1} of {self._pairs}: {ratios[-1]:.3f} of the original's time")
-            if pair + 1 == _TRIED_PAIRS and min(ratios) > 1 / (1 + _LEAST_GAIN):
+        for part in (roles[: 2 * _TRIED_PAIRS], roles[2 * _TRIED_PAIRS :]):
+            records = self._processes(part, counts=False)
+            if records is None:
+                return None
+            for first, second in zip(records[::2], records[1::2], strict=True):
+                pair = (second, first) if len(ratios) % 2 else (first, second)
+                for record, who in zip(pair, (_ORIGINAL, name), strict=True):
+                    if record.failure is not None:
+                        return Comparison(verdict="cannot tell", reason=f"{who} failed: {record.failure.message}")
+                for side, record in zip(times_s, pair, strict=True):
+                    side.append(record.samples["step"].values[0])
+                ratios.append(times_s[1][-1] / times_s[0][-1])
+                if left:
+                    self._say(f"{name}: pair {len(ratios)} of {self._pairs}: {ratios[-1]:.3f} of the original's time")
+            if len(ratios) == _TRIED_PAIRS and min(ratios) > 1 / (1 + _LEAST_GAIN):
                 ratio = math.exp(fmean(map(math.log, ratios)))
                 reason = (
                     f"not faster in the first {_TRIED_PAIRS} pairs (ratio {ratio:.3f}), so it was not compared further"
                 )
                 return Comparison(
-                    verdict="cannot tell", reason=reason, quantity="step", ratio=ratio, n=pair + 1, paired=True
+                    verdict="cannot tell", reason=reason, quantity="step", ratio=ratio, n=_TRIED_PAIRS, paired=True
                 )
         a, b = (Samples(unit="s", values=tuple(values)) for values in times_s)
         comparison = replace(compare_samples(a, b, process_steps=(1, 1)), quantity="step", interleaving="rounds")
         self._say(f"{name}: {comparison.reason}")
         return comparison
+
+    def _cut_off(self, name: str, ratios: Sequence[float]) -> Comparison | None:
+        """A comparison of which the budget has ended the rounds, so that those of other changes count; None without any round."""
+        if not ratios or self._dry_run:
+            return None
+        self.cut_off.append(name)
+        reason = f"the budget had room for {len(ratios)} of {self._pairs} rounds"
+        ratio = math.exp(fmean(map(math.log, ratios)))
+        return Comparison(
+            verdict="cannot tell", reason=reason, quantity="step", ratio=ratio, n=len(ratios), paired=True
+        )
 
     def trial_s(self, _: Options) -> float:
         """About how many seconds a process takes."""
@@ -209,14 +239,32 @@ class ScriptLab:
 
     def comparison_s(self, options: Options) -> float:
         """About how many seconds a comparison takes."""
-        return 2 * self._pairs * self.trial_s(options)
+        return self._expected_s(2 * self._pairs)
 
-    def _role(self, before: Options, after: Options, repeat: int, place: int) -> str:
-        return f"{self.key_of(before)} {self.key_of(after)} {repeat} {place}"
+    def _expected_s(self, processes: int) -> float:
+        """About how many seconds these take, as many as have room together."""
+        if len(self._processes_s) > _FEW:
+            return processes * self.trial_s({})
+        return math.ceil(processes / self._room()) * _TOGETHER * self.trial_s({})
 
-    def _place(self, before: Options, after: Options, repeat: int, place: int) -> str:
-        options = after if place % 2 else before
-        return f"{self.key_of(options)} {self._role(before, after, repeat, place)}"
+    def _roles(self, before: Options, after: Options, repeat: int) -> list[tuple[Options, str]]:
+        """Of a comparison's processes, in their order. [Note: the order]"""
+        pairs = []
+        own = f"{self.key_of(before)} {self.key_of(after)} {repeat}"
+        in_rounds = self._is_in_rounds(before, after, repeat)
+        for pair in range(self._pairs):
+            names = (
+                (f"trial {pair + 1}", f"trial {pair}") if in_rounds else (f"{own} {2 * pair}", f"{own} {2 * pair + 1}")
+            )
+            both = [(before, names[0]), (after, names[1])]
+            pairs += both[::-1] if pair % 2 else both
+        return pairs
+
+    def _is_in_rounds(self, before: Options, after: Options, repeat: int) -> bool:
+        return repeat == 0 and not self.changes(before) and self.key_of(after) in self._in_rounds
+
+    def _name(self, options: Options, role: str) -> str:
+        return f"{self.key_of(options)} {role}"
 
     def _is_ours(self, record: Record) -> bool:
         return bool(record.config.get("script") == self.command.record.config["script"])
@@ -228,32 +276,71 @@ class ScriptLab:
         needed_s = next_s + self.reserved * self.comparison_s({})
         return bool(time.monotonic() - self._began_s + needed_s > self._budget_minutes * 60)
 
-    def _process(self, options: Options, role: str, needed_s: float = 0.0) -> Record | None:
-        """The record of the process in this role: an earlier command's, or of one that runs now and is on disk afterwards."""
-        process = f"{self.key_of(options)} {role}"
-        if process in self._known:
-            return self._known[process]
-        if self._dry_run or (needed_s and self._is_spent(needed_s)):
+    def _processes(
+        self, roles: Sequence[tuple[Options, str]], further_s: float = 0.0, *, counts: bool = True
+    ) -> list[Record] | None:
+        """The records of processes in their roles: an earlier command's, or of those that run now, on disk as each ends.
+
+        None where the budget has no room for them (where this `counts`) and for `further_s` after them.
+        """
+        missing = [role for role in roles if self._name(*role) not in self._known]
+        needed_s = self._expected_s(len(missing)) + further_s
+        if missing and (self._dry_run or (counts and self._is_spent(needed_s))):
             return None
-        changes = self.changes(options)
-        began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+        while missing:
+            together = missing[: self._room()]
+            failed = self._run_together(together)
+            if len(together) > 1:  # it may be for what the others took: alone it has the whole machine
+                for role in failed:
+                    self._run_together([role])
+            missing = missing[len(together) :]
+        return [self._known[self._name(*role)] for role in roles]
+
+    def _run_together(self, roles: Sequence[tuple[Options, str]]) -> list[tuple[Options, str]]:
+        """Run processes that start together. Returns those that failed, whose records are kept only where they ran alone."""
+        failed = []
+        changes = [self.changes(options) for options, _ in roles]
+        began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="trainstep-") as folder:
-            out = Path(folder) / "run.jsonl"
-            trouble, kind = self._run(changes, out)
-            records = Store(out).finished()
-        record = self._whole(records, trouble, kind, changes)
+            out = [Path(folder) / f"{place}.jsonl" for place in range(len(roles))]
+            for place, trouble, kind in self._run(changes, out):
+                started_at = datetime.now(UTC).isoformat(timespec="seconds")
+                record = self._whole(Store(out[place]).finished(), trouble, kind, changes[place])
+                now_s = time.monotonic()
+                if record.failure is not None and len(roles) > 1:
+                    failed.append(roles[place])
+                else:
+                    self._keep(record, roles[place], started_at, now_s - began_s)
+                began_s = now_s
+        return failed
+
+    def _keep(self, record: Record, role: tuple[Options, str], started_at: str, duration_s: float) -> None:
+        """Write a process's record. `duration_s`: its share of the time that those took which started together."""
+        process = self._name(*role)
         record = replace(
             record,
-            key=self.key_of(options),
+            key=self.key_of(role[0]),
             started_at=started_at,
-            duration_s=round(time.monotonic() - began_s, 3),
+            duration_s=round(duration_s, 3),
             facts={**record.facts, **facts_of(process=process, **self._facts)},
         )
         self.store.append(record)
         self._known[process] = record
         self._processes_s.append(record.duration_s)
         self._ran += 1
-        return record
+
+    def _room(self) -> int:
+        """How many processes may live at once, by the memory that the first one took; one before that, and of several ranks."""
+        first = next((record for record in self._known.values() if self._is_ours(record) and not record.failure), None)
+        if first is None or self.command.ranks > 1:
+            return 1
+        rooms = [_MOST_TOGETHER]
+        if resident_bytes := first.fact("peak_rss_bytes"):
+            rooms.append(int(self._here.memory_bytes / 2 // (_ROOM * resident_bytes)))
+        if first.config["device"] == "cuda":
+            total, held = self._here.gpu_memory_bytes, first.fact("peak_reserved_bytes")
+            rooms.append(int(total // (_ROOM * held + _CONTEXT_BYTES)) if total and held else 1)
+        return max(1, min(rooms))
 
     def _whole(self, records: Sequence[Record], trouble: str, kind: str, changes: Mapping[str, str]) -> Record:
         """One record of a process: its window's mean step, its losses and facts; or its failure."""
@@ -273,45 +360,30 @@ class ScriptLab:
         losses = {name: table for name, table in last.tables.items() if name == "losses"}
         return replace(last, config=config, samples=kept, tables=losses)
 
-    def _run(self, changes: Mapping[str, str], out: Path) -> tuple[str, str]:
-        """Run the script to its last step. Returns what went wrong with its kind of failure; both empty if nothing did."""
-        ours = [
-            "run",
-            "--quiet",
-            "--no-page",
-            "--inspect-every",
-            "0",
-            "--stop-after",
-            str(self._steps),
-            "--out",
-            str(out),
-        ]
-        ours += ["--apply", text_of_changes(changes)] if changes else []
-        words = [*ours, *self.command.words]
+    def _run(self, changes: Sequence[Mapping[str, str]], out: Sequence[Path]) -> Iterator[tuple[int, str, str]]:
+        """Run the script to its last step with each of the changes: place, what went wrong and its kind; both empty if nothing did.
+
+        [Note: the order]
+        """
+        commands = [partial(self._words, each, path) for each, path in zip(changes, out, strict=True)]
+        ends = in_turn(commands, folder=self.command.folder, environment=_environment(), timeout_s=self._timeout_s)
+        for place, end in ends:
+            if end.code is None:
+                yield place, f"did not end within {self._timeout_s:.0f} s", "timeout"
+            else:
+                yield place, *((f"{end.said} (exit code {end.code})", "crash") if end.code else ("", ""))
+
+    def _words(self, changes: Mapping[str, str], out: Path, turn: int | None) -> list[str]:
+        """The command of a process."""
+        words = ["run", "--quiet", "--no-page", "--inspect-every", "0"]
+        words += ["--stop-after", str(self._steps), "--out", str(out)]
+        words += ["--apply", text_of_changes(changes)] if changes else []
+        words += [] if turn is None else ["--turn", str(turn)]
+        words += self.command.words
         if self.command.ranks > 1:
             torchrun = ("--standalone", "--nproc-per-node", str(self.command.ranks), "-m", "trainstep")
-            command = python_command("torch.distributed.run", *torchrun, *words)
-        else:
-            command = python_command("trainstep", *words)
-        with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self.command.folder,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(self._timeout_s)
-            except subprocess.TimeoutExpired:
-                return f"did not end within {self._timeout_s:.0f} s", "timeout"
-            finally:
-                with suppress(ProcessLookupError, PermissionError):  # also what the script left running
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            return (f"{_last_line(output)} (exit code {code})", "crash") if code else ("", "")
+            return python_command("torch.distributed.run", *torchrun, *words)
+        return python_command("trainstep", *words)
 
 
 def _environment() -> dict[str, str]:
@@ -319,10 +391,3 @@ def _environment() -> dict[str, str]:
     path = os.environ.get("PYTHONPATH", "")
     whole = os.pathsep.join(os.path.abspath(entry) for entry in path.split(os.pathsep) if entry)
     return {**os.environ, **({"PYTHONPATH": whole} if whole else {})}
-
-
-def _last_line(output: Any) -> str:
-    """The last line that is not empty."""
-    output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
-    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it printed nothing")

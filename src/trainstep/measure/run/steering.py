@@ -4,7 +4,9 @@
     steering.install()                      # before the script builds anything
     steering.step_ended(steps, hooks)       # by the watch; raises StoppedAfter after the last step
 
-Of a run that is stopped the first steps are warm-ups, ten of forty, and the others are timed as one window.
+Of a run that is stopped the first steps are warm-ups, ten of forty, and the others are timed as one window. Where a proof starts
+several processes together, each waits for its turn after the third step, warms up again, and has the machine to itself from then on
+(turns.py), the workers of its loader included, which are stopped meanwhile.
 
 [Note: one window] What a proof compares is the mean step of a window with the device idle at both ends. The times of single steps
 are the host's. Whoever replays graphs runs tens of steps ahead of the device, and a short run would then measure launches; and
@@ -29,19 +31,23 @@ from trainstep.measure.run.applied import Applied
 from trainstep.measure.run.device_clock import matmul_precision
 from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.script import StoppedAfter
+from trainstep.measure.run.turns import Turn
 from trainstep.records.facts import Fact, facts_of
 
 WARMUP_STEPS = 10
 """Steps before the window, and steps whose losses are kept: wrong gradients show only after some updates."""
+_BEFORE_TURN = 3
+"""Steps before a process waits for its turn: what compiles does so in the first two."""
 
 
 class Steering:
-    """The changes and the end of one run. `stop_after`: None lets the script go on to its own end."""
+    """The changes and the end of one run. `stop_after`: None lets the script go on to its own end. `turn`: what it waits for."""
 
-    def __init__(self, changes: Mapping[str, str], stop_after: int | None = None) -> None:
+    def __init__(self, changes: Mapping[str, str], stop_after: int | None = None, turn: Turn | None = None) -> None:
         self.applied = Applied(changes)
         self._stop_after = stop_after
         self._warmups = min(WARMUP_STEPS, (stop_after or 0) // 2)
+        self._turn = turn
         self._losses: list[list[torch.Tensor]] = [[]]
         """Of each step whose losses are kept."""
         self._keeps_losses = True
@@ -82,6 +88,10 @@ class Steering:
             self._losses.append([])
         if self._stop_after is None:
             return
+        if self._turn is not None and steps == min(_BEFORE_TURN, self._warmups):
+            _idle_s()
+            if not self._turn.wait():
+                raise StoppedAfter(steps)
         if steps == self._warmups:
             self._began_s = _idle_s()
         if steps >= self._stop_after:

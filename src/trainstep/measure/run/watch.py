@@ -97,7 +97,8 @@ class Watch:
         self._others = OtherProfilers(self._abandon)
         self._optimizers: dict[int, Any] = {}
         """id -> weak reference, of each optimizer seen."""
-        self._searches = self._retries = 0
+        self._searches, self._pid = 0, os.getpid()
+        self._retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # before this watch, later in its records
         self._followed: Sequence[torch.nn.Module] = ()
         self._called_before = (0, 0)
         """(forwards, backwards) when `_followed` was chosen."""
@@ -109,7 +110,6 @@ class Watch:
         self._collecting_since_ns = self._collected_ns = 0
         self._watching_s = 0.0
         """Time spent on inspections and records since the last record."""
-        self._pid = os.getpid()
         self._started_s = self._wrote_s = time.monotonic()
         self._inspect_at_s, self._is_on = 0.0, False
 

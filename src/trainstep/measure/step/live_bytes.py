@@ -32,6 +32,22 @@ def live_bytes(device: torch.device) -> Iterator[LiveBytes]:
         yield storages
 
 
+@contextmanager
+def lone_pool(device: torch.device) -> Iterator[None]:
+    """Take all memory for the current stream of a GPU from a pool of its own, as a capture does: gaps elsewhere are no use to it.
+
+    By the current stream, and not by the thread, because backward allocates in autograd's threads. What is left of the pool goes
+    back to the GPU with the next torch.cuda.empty_cache().
+    """
+    index, pool = device.index or 0, torch.cuda.graph_pool_handle()
+    torch._C._cuda_beginAllocateCurrentStreamToPool(index, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+
+
 class _Allocator:
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -9,8 +9,9 @@
 3. Each kind of block alone (blocks with equal parameters and inputs are one kind), in each mode: the bytes that it keeps, the most
    that its backward holds, and the time of both passes, in rounds over the modes.
 4. plan/recomputation.py chooses.
-5. Two passes with the choice, the second with what the first left in the allocator. What they held more or less than predicted, the
-   next choice may hold less or more. On a GPU a choice that reserved more also fits if two passes end that may not reserve more.
+5. Two passes with the choice, the second with what the first left in the allocator; where the step is captured, one more in a pool
+   of memory of its own, as a graph has. What they held more or less than predicted, the next choice may hold less or more. On a GPU
+   a choice that reserved more also fits if the same passes end that may not reserve more.
 
 Nothing of this changes a weight, a buffer, a gradient or the random numbers, so losses stay those of a run without a budget. Bytes
 are the allocator's: on a GPU those that it reserves, on a CPU (which keeps no count) those of the tensors that operators make.
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.measure.step.live_bytes import live_bytes
+from trainstep.measure.step.live_bytes import live_bytes, lone_pool
 from trainstep.measure.step.lone_block import BlockNote, autocast_of, block_cost, note_block, with_gradients
 from trainstep.plan.recomputation import MODES, BlockCost, BudgetTooSmall, Choice, StepCost, choose, curve, lowest
 from trainstep.records.facts import Fact, facts_of
@@ -232,20 +233,13 @@ def _peak_bytes(assembly: Assembly, batch: Batch) -> int:
         with live_bytes(assembly.device) as live:
             _last_micro_batch(assembly, batch, live.begin_peak)
             return _module_bytes(assembly) + live.peak()
-    torch.cuda.empty_cache()
-    reserved, allocated = torch.cuda.memory_reserved(assembly.device), torch.cuda.memory_allocated(assembly.device)
-    # A graph's tensors cannot lie in the gaps between weights and state, as those of an eager step do.
-    gaps = reserved - allocated if assembly.captured is not None else 0
     found = _reserved_bytes(assembly, batch)
-    return found + gaps if found is not None else torch.cuda.get_device_properties(assembly.device).total_memory
+    return torch.cuda.get_device_properties(assembly.device).total_memory if found is None else found
 
 
 def _peak_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> int | None:
-    """The same where the GPU may reserve no more, so that it gives fragments back before it would. None if that is too little.
-
-    None for a capture too, in which nothing is given back.
-    """
-    if assembly.device.type != "cuda" or assembly.captured is not None:
+    """The same where the GPU may reserve no more, so that it gives fragments back before it would. None if that is too little."""
+    if assembly.device.type != "cuda":
         return None
     _reserve_at_most(budget_bytes, assembly.device)
     try:
@@ -255,13 +249,19 @@ def _peak_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> int | N
 
 
 def _reserved_bytes(assembly: Assembly, batch: Batch) -> int | None:
-    """The most that a GPU's allocator reserves in two forwards and backwards; None if memory runs out."""
+    """The most that a GPU's allocator reserves in two forwards and backwards, and in a graph's; None if memory runs out."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(assembly.device)
     try:
         for _ in range(2):
             _last_micro_batch(assembly, batch)
         torch.cuda.synchronize()
+        if assembly.captured is not None:
+            torch.cuda.empty_cache()  # as before each capture
+            with lone_pool(assembly.device):
+                inputs = {name: x.clone() for name, x in batch.items()}
+                _last_micro_batch(assembly, inputs)
+                del inputs
         return torch.cuda.max_memory_reserved(assembly.device)
     except torch.OutOfMemoryError:
         assembly.step.clear_gradients()

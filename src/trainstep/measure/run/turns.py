@@ -1,0 +1,172 @@
+"""Processes that start together and then work one at a time: while one runs its window, the others wait.
+
+    for place, end in in_turn(commands, folder=folder, environment=environment, timeout_s=300):
+        ...                                   # in the order of the commands, each as it ends
+    Turn(descriptor).wait()                   # in such a process, once it is warm
+
+A short run of a script spends most of its time on imports and compilations. Those of several processes can run at the same time,
+while what is timed has the machine to itself.
+
+[Note: nobody waits for ever] Both sides talk through a pair of sockets, which the kernel closes when either process dies. So a
+process whose starter was killed ends at its turn instead of keeping its memory.
+"""
+
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+_LAST_BYTES = 8192
+_LOOK_EVERY_S = 0.2
+
+Command = Callable[[int | None], Sequence[str]]
+"""The words of a command, given the descriptor of its turn; None for one that runs alone and need not wait."""
+
+
+class Turn:
+    """A process's own side: says that it is ready, and waits for its turn."""
+
+    def __init__(self, descriptor: int) -> None:
+        """ValueError for a descriptor that is no socket."""
+        try:
+            self._socket = socket.socket(fileno=descriptor)
+        except OSError as error:
+            raise ValueError(f"turn: {descriptor} is no socket ({error.strerror}); only a proof gives this") from None
+
+    def wait(self) -> bool:
+        """Wait for the turn, the workers of loaders too. False where the process that started this one is gone."""
+        with self._socket, _stopped(multiprocessing.active_children()), suppress(OSError):
+            self._socket.sendall(b".")
+            return bool(self._socket.recv(1))
+        return False
+
+
+@contextmanager
+def _stopped(workers: Sequence[Any]) -> Iterator[None]:
+    """Stop processes, so that they fill no queue and take no core meanwhile."""
+    _signal(workers, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(workers, signal.SIGCONT)
+
+
+def _signal(workers: Sequence[Any], number: signal.Signals) -> None:
+    for worker in workers:
+        with suppress(ProcessLookupError):
+            os.kill(worker.pid, number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a process ended. `code`: its exit code, None for one that the time limit ended. `said`: its last line of output."""
+
+    code: int | None
+    said: str
+
+
+def in_turn(
+    commands: Sequence[Command], *, folder: str, environment: Mapping[str, str], timeout_s: float
+) -> Iterator[tuple[int, End]]:
+    """Start all commands, wait until each is ready or has ended, and let one after the other go on to its end.
+
+    `timeout_s`: for getting ready, and again for each turn. What is left of the processes, and what they started, is killed.
+    """
+    takes_turns = len(commands) > 1
+    with ExitStack() as stack:
+        started = [_Started(stack, command, takes_turns, folder, environment) for command in commands]
+        if takes_turns:
+            _wait_until_ready(started, timeout_s)
+        for place, process in enumerate(started):
+            process.go()
+            yield place, process.end(timeout_s)
+
+
+class _Started:
+    """The starter's side of one process."""
+
+    def __init__(
+        self, stack: ExitStack, command: Command, takes_turns: bool, folder: str, environment: Mapping[str, str]
+    ) -> None:
+        self._output = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
+        ours, theirs = socket.socketpair() if takes_turns else (None, None)
+        self.socket = None if ours is None else stack.enter_context(ours)
+        self.is_ready = self._is_late = False
+        descriptors = () if theirs is None else (theirs.fileno(),)
+        self.process = subprocess.Popen(
+            command(*descriptors or (None,)),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=descriptors,
+        )
+        stack.callback(self.kill)
+        if theirs is not None:
+            theirs.close()
+
+    @property
+    def is_waited_for(self) -> bool:
+        return not self.is_ready and self.process.poll() is None
+
+    def hear(self) -> None:
+        """Take its word, if it is not the end of the connection, which its own end follows."""
+        with suppress(OSError):
+            self.is_ready = bool(self.socket and self.socket.recv(1))
+        if not self.is_ready:
+            time.sleep(_LOOK_EVERY_S)
+
+    def give_up(self) -> None:
+        """It was not ready in time."""
+        self._is_late = True
+        self.kill()
+
+    def go(self) -> None:
+        if self.socket is not None:
+            with suppress(OSError):  # it has ended already
+                self.socket.sendall(b".")
+
+    def end(self, timeout_s: float) -> End:
+        code = None
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.give_up()
+        self.kill()
+        return End(code=None if self._is_late else code, said=_last_line(self._output))
+
+    def kill(self) -> None:
+        """It, and what it left running."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _wait_until_ready(started: Sequence[_Started], timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    while waiting := [one for one in started if one.is_waited_for]:
+        if time.monotonic() > until_s:
+            for one in waiting:
+                one.give_up()
+            return
+        ready, _, _ = select.select([one.socket for one in waiting if one.socket], (), (), _LOOK_EVERY_S)
+        for one in waiting:
+            if one.socket in ready:
+                one.hear()
+
+
+def _last_line(output: Any) -> str:
+    """The last line that is not empty."""
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
+    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "it printed nothing")
