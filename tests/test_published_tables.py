@@ -32,7 +32,6 @@ _NO_PUBLISHED_TABLE = {
     "plan_grids": "a table of our own: what a search is graded on, in results/plan.md",
     "plan_grids_ranks": "the same on two GPUs",
     "step_8b": "a table of our own, predicted in docs/guide/parallel.md; no two H200s have measured it yet",
-    "step_8b_alone": "the same model on one GPU; no H200 has measured it yet",
     "copy_ceiling": "what the ops are compared with; its record is in ops.jsonl",
     "memory_ranks": "a table of our own: each rank's memory beside the formula",
 }

@@ -1,7 +1,7 @@
 #!/bin/sh
 # What a proof finds in each of three loops from a plain start (bf16 autocast, compiled): one GPU, ten minutes a loop at most.
 # sh results/h200/script_proofs.sh FOLDER [MINUTES] [OPTION OF THE LOOPS...]; needs transformers, accelerate and lightning.
-# `--plant slow_loader` after the minutes proves a planted slowdown. A loop that was cut off goes on with the same call.
+# `--plain` after the minutes leaves everything at its default, `--plant slow_loader` proves a planted slowdown. A loop that was cut off goes on with the same call.
 folder=$1
 minutes=${2:-9}
 shift

@@ -16,12 +16,12 @@ from trainstep.cli.streams import give_back_streams, outliving_reader
 from trainstep.config.import_path import python_command
 from trainstep.config.script import ScriptConfig, changes_of_text
 from trainstep.measure.machine.environment import environment
+from trainstep.measure.run.changed.turns import Turn
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
 from trainstep.measure.run.script import Ended, LastOfAll, Script, after_import, find_script, run_script
 from trainstep.measure.run.show import files_of, rank_path, shared_name, show_run, wait_for_ranks
 from trainstep.measure.run.trackers import TensorBoard, Trackio
-from trainstep.measure.run.turns import Turn
 from trainstep.parallel.launch import find_launch, is_launched
 from trainstep.records.facts import Fact, facts_of
 from trainstep.records.record import Environment
@@ -29,7 +29,7 @@ from trainstep.records.store import RUNS, Store, new_records_path
 from trainstep.report.kit.visible import one_line
 
 if TYPE_CHECKING:
-    from trainstep.measure.run.steering import Steering
+    from trainstep.measure.run.changed.steering import Steering
     from trainstep.measure.run.watch import Watch
 
 _WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio", "--apply", "--stop-after", "--turn")
@@ -80,8 +80,6 @@ def run(
 
         torchrun --nproc-per-node 2 -m trainstep run train.py
 
-        trainstep run --inspect-every 100 --page report.html train.py
-
         trainstep run --apply adamw=fused,workers=8,compile=module train.py    (the script, changed from outside)
 
         trainstep report runs/run-20261101-120000-5e0f3a.jsonl    (the answer again, or while the script still runs)
@@ -104,12 +102,12 @@ def run(
     trackio
         Also log the times of steps to this project of trackio.
     apply
-        Change the script from outside, as NAME=VALUE,NAME=VALUE: adamw=fused|trainstep, workers=N, pin_memory=on,
+        Change the script from outside, as NAME=VALUE,...: adamw=fused|trainstep, workers=N, pin_memory=on, copies=non_blocking,
         compile=module|reduce_overhead, precision=tf32|bf16_autocast, attention=trainstep, bucket_cap_mb=N, gc=off.
     stop_after
         End the script cleanly after so many steps. The losses of the first ten are in the records.
     turn
-        For a proof, which starts several processes together: the descriptor of the socket at which this one waits for its turn.
+        Where a proof's process waits for its turn.
     """
     script = find_script(words)
     _check(page, no_page=no_page, inspect_every=inspect_every, tensorboard=tensorboard, trackio=trackio)
@@ -126,9 +124,8 @@ def run(
     )
     os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_KINETO)
     session = _Session(identity, ranks_here, store, environment(), ours=give_back_streams(), quiet=quiet)
-    session.facts = facts_of(
-        script_folder=os.getcwd(), script_source=script.source or None, local_ranks=ranks_here if ranks > 1 else None
-    )
+    here = ranks_here if ranks > 1 else None
+    session.facts = facts_of(script_folder=os.getcwd(), script_source=script.source or None, local_ranks=here)
     after_import("torch", lambda: session.begin(inspect_every, tensorboard, trackio, steered))
     return _run_watched(script, session, page)
 
@@ -184,7 +181,7 @@ class _Session:
                 self._live = live
                 live.open()
             if steered is not None:
-                from trainstep.measure.run.steering import Steering
+                from trainstep.measure.run.changed.steering import Steering
 
                 self._steering = Steering(*steered)
             watch = Watch(

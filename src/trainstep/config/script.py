@@ -3,7 +3,7 @@
     changes = changes_of_text("adamw=fused,workers=8")      # {"adamw": "fused", "workers": "8"}
     text_of_changes(changes)                                # the same text
 
-measure/run/applied.py makes the changes, and explain/script_changes.py says which cause each removes.
+measure/run/changed/applied.py makes the changes, and explain/script_changes.py says which cause each removes.
 """
 
 from collections.abc import Mapping
@@ -62,6 +62,7 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "adamw": ("fused", "trainstep"),
     "workers": (),
     "pin_memory": ("on",),
+    "copies": ("non_blocking",),
     "compile": ("module", "reduce_overhead"),
     "precision": ("tf32", "bf16_autocast"),
     "attention": ("trainstep",),

@@ -347,7 +347,11 @@ class _Parts:
             ("allocator", evidence.allocator_s, "the allocator asked the driver for memory in the step"),
             ("garbage_collector", evidence.collector_s, "Python collected garbage in the step"),
             ("another_process", evidence.contended_s, evidence.others),
-            ("synchronisations", evidence.blocked_s, "calls that wait for the device block the host {time}"),
+            (
+                "synchronisations",
+                evidence.blocked_s,
+                "calls that wait for the device, and what is launched late after them, take {time}",
+            ),
             *((habit.cause, habit.gap_s, habit.what) for habit in evidence.habits),
         ):
             cut_s = min(left_s, time_s)

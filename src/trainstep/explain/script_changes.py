@@ -15,7 +15,8 @@ from trainstep.explain.prove import Candidate
 
 _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "data": ({"workers": ""},),
-    "host_copies": ({"pin_memory": "on"},),
+    "synchronisations": ({"copies": "non_blocking"},),
+    "host_copies": ({"pin_memory": "on"}, {"pin_memory": "on", "copies": "non_blocking"}),
     "optimizer": ({"adamw": "fused"}, {"adamw": "trainstep"}),
     "host_launches": ({"compile": "reduce_overhead"}, {"compile": "module"}),
     "small_kernels": ({"compile": "module"}, {"compile": "reduce_overhead"}),
@@ -27,9 +28,12 @@ _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "garbage_collector": ({"gc": "off"},),
 }
 """Cause -> the changes that remove it, in the order in which they are tried where all gain as much."""
-_IF_FOUND = ("data", "garbage_collector")
-"""Causes whose changes are tried only if they were found: else there is nothing that they could save."""
-_GPU_ONLY = ({"compile": "reduce_overhead"}, {"attention": "trainstep"}, {"adamw": "trainstep"}, {"pin_memory": "on"})
+_IF_FOUND = ("data", "garbage_collector", "synchronisations")
+"""Causes whose changes are tried only if they were found, and not too small: else there is nothing that they could save."""
+_LEAST_SHARE = 0.01
+"""Of the step. A proof tells no smaller gain."""
+_GPU_ONLY = ("copies", "pin_memory")
+_GPU_ONLY_VALUES = ({"compile": "reduce_overhead"}, {"attention": "trainstep"}, {"adamw": "trainstep"})
 _MOST_WORKERS = 8
 PRECISIONS = CHANGES["precision"]
 """Those that can be applied from outside."""
@@ -56,7 +60,8 @@ def script_candidates(budget: Budget, place: ScriptPlace, allowed: Sequence[str]
     gains = {finding.cause: finding.gain for finding in reversed(budget.findings)}
     found: dict[str, Candidate] = {}
     for cause in sorted(_CHANGES, key=lambda cause: -gains[cause].time_s if cause in gains else 0.0):
-        if cause not in gains and cause in _IF_FOUND:
+        least_s = _LEAST_SHARE * budget.measured_s
+        if cause in _IF_FOUND and (cause not in gains or gains[cause].high_s < least_s):
             continue
         for change in _CHANGES[cause]:
             fields = _filled(change, place)
@@ -86,7 +91,7 @@ def _is_idle(cause: str, fields: Mapping[str, str], place: ScriptPlace) -> bool:
         named = fields["precision"]
         is_higher = place.precision in ("fp32", None) or (place.precision == "tf32" and named == "bf16_autocast")
         return not is_higher or (named == "tf32" and not place.on_gpu)
-    return fields in _GPU_ONLY and not place.on_gpu
+    return not place.on_gpu and (fields in _GPU_ONLY_VALUES or not fields.keys().isdisjoint(_GPU_ONLY))
 
 
 def _refusal(fields: Mapping[str, str], place: ScriptPlace, allowed: Sequence[str]) -> str:

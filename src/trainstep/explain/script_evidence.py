@@ -8,6 +8,11 @@ microseconds, which the difference between a profiled phase and the usual one gi
 of the phase is scaled to the usual one. The median of the inspected steps counts. Where others take a share of the cores, all that
 a CPU computes takes longer by it: that share is `another_process`. So a habit's share of a usual (median) step is taken of what the
 mean step has without that share and without compilations.
+
+[Note: launching late] A line that waits for a GPU costs more than the wait: afterwards the GPU has nothing to do until the host
+has launched something. Had the host not waited, the step would take as long as the GPU's work or the host's own, the longer of the
+two. The host's own time is that of each phase, less what it was blocked for: as it usually is or as it was inspected, the shorter,
+because the usual one holds the waits and a profiler makes the inspected one longer.
 """
 
 import re
@@ -69,6 +74,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         recompile_s, collector_s = left * recompile_s, left * collector_s
         own = max(0.0, measured_s - contended_s - recompile_s) / statistics.median(times)
         habits = tuple(replace(habit, excess_s=own * habit.excess_s) for habit in habits)
+    seen_s = sum(row["time_s"] or 0.0 for row in waits)
     exposed_s = last.fact("exposed_s") or 0.0
     if not on_device:
         exposed_s *= min(1.0, measured_s / (last.fact("profiled_step_s") or measured_s))
@@ -85,7 +91,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         message_dtype="fp32",
         synchronised_passes=_synchronised_passes(last, records),
         data_s=data_s,
-        blocked_s=sum(row["time_s"] or 0.0 for row in waits) if on_device else 0.0,
+        blocked_s=max(seen_s, _late_s(inspected, samples, measured_s, busy_s or measured_s)) if on_device else 0.0,
         recompile_s=recompile_s,
         allocator_s=sum(row["allocation_s"] for row in rows_of(last.tables.get("host"))),
         collector_s=collector_s,
@@ -95,6 +101,24 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         pieces=last.fact("pieces", 0.0),
         places=_places(waits, again),
     )
+
+
+def _late_s(
+    inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], measured_s: float, busy_s: float
+) -> float:
+    """What the step would save if the host never waited for the GPU, as it does in every inspected step. [Note: launching late]"""
+    if not inspected or not all(record.tables.get("waits") and record.tables.get("host") for record in inspected):
+        return 0.0
+    usual = {phase: _mean(samples, phase) for phase in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)}
+    own_s = _mean(samples, Part.DATA)
+    for row in rows_of(inspected[-1].tables["host"]):
+        usual_s = usual.get(row["phase"], max(0.0, measured_s - sum(usual.values()) - own_s))
+        own_s += min(usual_s, row["host_s"] - row["blocked_s"])
+    return max(0.0, measured_s - max(busy_s, own_s))
+
+
+def _mean(samples: Mapping[str, Sequence[float]], name: str) -> float:
+    return statistics.fmean(samples.get(name) or [0.0])
 
 
 def _places(waits: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> dict[str, Place]:

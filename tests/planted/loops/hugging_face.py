@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 asked = options()
 plants, device = asked.plants, asked.device
-sizes = Sizes.of(device)
+sizes = Sizes.of(device, plain=asked.plain)
 fragments = Fragments(device) if "fragmenting" in plants else None
 
 
@@ -66,6 +66,7 @@ model = WithFeatures(GPT2LMHeadModel(config))
 for layer, block in enumerate(model.model.transformer.h):
     block.mlp.act = activation(plants, layer, device)
 tiny = {"ddp_bucket_cap_mb": TINY_BUCKET_MB} if "tiny_buckets" in plants else {}
+loader = {} if asked.plain else {f"dataloader_{name}": value for name, value in asked.loader.items()}
 sync = {"sync_each_batch": True} if "accumulation_sync" in plants else {}
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
@@ -78,9 +79,8 @@ with tempfile.TemporaryDirectory() as folder:
         ddp_backend=("gloo" if device == "cpu" else "nccl") if "RANK" in os.environ else None,
         ddp_find_unused_parameters=False if "RANK" in os.environ else None,
         bf16=device == "cuda" and "fp32" not in plants,
-        tf32=None if device == "cpu" else "fp32" not in plants,
-        dataloader_pin_memory=device == "cuda" and "unpinned" not in plants,
-        dataloader_num_workers=2 if device == "cuda" and "slow_loader" not in plants else 0,
+        tf32=None if device == "cpu" or asked.plain else "fp32" not in plants,
+        **loader,
         logging_steps=10_000,
         logging_nan_inf_filter=False,  # else it reads each loss
         max_grad_norm=0.0,
@@ -97,6 +97,6 @@ with tempfile.TemporaryDirectory() as folder:
             plants, context=sizes.context, vocabulary=sizes.vocabulary, features=sizes.features, batch=sizes.batch
         ),
         callbacks=[Losses()],
-        optimizers=(optimizer(model.parameters(), plants), None),
+        optimizers=(None if asked.plain else optimizer(model.parameters(), plants), None),
     )
     trainer.train()

@@ -15,7 +15,7 @@ from plants import TINY_BUCKET_MB, Fragments, Samples, optimizer
 
 asked = options()
 plants, device = asked.plants, asked.device
-sizes = Sizes.of(device)
+sizes = Sizes.of(device, plain=asked.plain)
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -39,7 +39,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer(self.parameters(), plants)
+        return optimizer(self.parameters(), plants, plain=asked.plain)
 
 
 class Sending(DDPStrategy):  # type: ignore[misc]
@@ -62,12 +62,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 samples = Samples(
     plants, context=sizes.context, vocabulary=sizes.vocabulary, features=sizes.features, batch=sizes.batch
 )
-loader = torch.utils.data.DataLoader(
-    samples,
-    batch_size=sizes.batch,
-    pin_memory=device == "cuda" and "unpinned" not in plants,
-    num_workers=2 if device == "cuda" and "slow_loader" not in plants else 0,
-)
+loader = torch.utils.data.DataLoader(samples, batch_size=sizes.batch, **asked.loader)
 with tempfile.TemporaryDirectory() as folder:
     lightning.Trainer(
         max_steps=asked.steps,

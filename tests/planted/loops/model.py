@@ -21,10 +21,11 @@ class Sizes:
     features: int = 0
 
     @classmethod
-    def of(cls, device: str) -> "Sizes":
-        """Some tens of milliseconds a step on either."""
+    def of(cls, device: str, *, plain: bool = False) -> "Sizes":
+        """Some tens of milliseconds a step on either. `plain`: without features."""
         if device == "cuda":
-            return cls(layers=12, width=1024, heads=16, context=1024, batch=16, vocabulary=32_768, features=1024)
+            features = 0 if plain else 1024
+            return cls(layers=12, width=1024, heads=16, context=1024, batch=16, vocabulary=32_768, features=features)
         return cls()
 
 

@@ -11,7 +11,7 @@ from plants import TINY_BUCKET_MB, Fragments, Samples, optimizer
 
 asked = options()
 plants, device = asked.plants, asked.device
-sizes = Sizes.of(device)
+sizes = Sizes.of(device, plain=asked.plain)
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 if ranks > 1:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -21,20 +21,15 @@ if ranks > 1:
 model: torch.nn.Module = GPT(sizes, plants, device).to(device)
 if asked.compile:
     model.compile()
-updates = optimizer(model.parameters(), plants)
+updates = optimizer(model.parameters(), plants, plain=asked.plain)
 if ranks > 1:
     tiny = {"bucket_cap_mb": TINY_BUCKET_MB} if "tiny_buckets" in plants else {}
     model = torch.nn.parallel.DistributedDataParallel(model, **tiny)
-pins = device == "cuda" and "unpinned" not in plants
+pins = asked.loader["pin_memory"]
 samples = Samples(
     plants, context=sizes.context, vocabulary=sizes.vocabulary, features=sizes.features, batch=sizes.batch
 )
-loader = torch.utils.data.DataLoader(
-    samples,
-    batch_size=sizes.batch,
-    pin_memory=pins,
-    num_workers=2 if device == "cuda" and "slow_loader" not in plants else 0,
-)
+loader = torch.utils.data.DataLoader(samples, batch_size=sizes.batch, **asked.loader)
 half = torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and "fp32" not in plants)
 fragments = Fragments(device) if "fragmenting" in plants else None
 losses: list[float] = []

@@ -108,9 +108,12 @@ def activation(plants: frozenset[str], layer: int, device: str) -> nn.Module:
     return Recompiled(device) if "recompile" in plants and layer == 0 else nn.GELU(approximate="tanh")
 
 
-def optimizer(parameters: Iterable[nn.Parameter], plants: frozenset[str]) -> torch.optim.Optimizer:
-    """AdamW, fused unless planted otherwise."""
+def optimizer(
+    parameters: Iterable[nn.Parameter], plants: frozenset[str], *, plain: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW, fused unless planted otherwise; `plain`: as torch chooses."""
     how: dict[str, Any] = {"foreach": False, "fused": False} if "adamw_loop" in plants else {"fused": True}
+    how = {} if plain else how
     return torch.optim.AdamW(parameters, lr=3e-4, **how)
 
 

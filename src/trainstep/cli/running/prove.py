@@ -49,7 +49,7 @@ from trainstep.report.page import page as make_page
 
 if TYPE_CHECKING:
     from trainstep.measure.harness.runner import Limits
-    from trainstep.measure.run.script_lab import ScriptLab
+    from trainstep.measure.run.changed.script_lab import ScriptLab
 
 _FILE = "explain-prove.jsonl"
 _SCRIPT = "run"

@@ -1,7 +1,7 @@
 """`trainstep explain RUN.jsonl --prove`: starts the recorded script again, changes it from outside, and measures what that gains.
 
 Which changes are tried is explain/script_changes.py's, what becomes of them explain/prove.py's, and the processes are
-measure/run/script_lab.py's.
+measure/run/changed/script_lab.py's.
 """
 
 import shlex
@@ -21,8 +21,8 @@ from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_can
 from trainstep.explain.script_patch import lines_to_write, patch_of
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.measure.machine.environment import cores
-from trainstep.measure.run.script_command import ScriptCommand, command_of
-from trainstep.measure.run.script_lab import FEWEST_PAIRS, ScriptLab
+from trainstep.measure.run.changed.script_command import ScriptCommand, command_of
+from trainstep.measure.run.changed.script_lab import FEWEST_PAIRS, ScriptLab
 from trainstep.reading import read_file
 from trainstep.records.record import Record
 from trainstep.report.explain.budgets import Explained, explain_answers, explain_sections, explain_tables

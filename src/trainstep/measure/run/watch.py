@@ -41,7 +41,7 @@ from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.verdict import Unprofiled
 
 if TYPE_CHECKING:
-    from trainstep.measure.run.steering import Steering  # with the kernels that it may apply, which few runs need
+    from trainstep.measure.run.changed.steering import Steering  # with kernels that it may apply; few runs need them
 
 _FIRST_INSPECTED = WARMUPS + 2
 _SHARE = 0.01

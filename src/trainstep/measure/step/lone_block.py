@@ -20,8 +20,8 @@ from trainstep.plan.recomputation import MODES, BlockCost
 from trainstep.training.build import Assembly
 from trainstep.training.recompute import RecomputedForward
 
-_ROUNDS = 5
-"""Timed rounds over the modes of a kind of block, after one that is not timed."""
+_ROUNDS = {"cpu": 5, "cuda": 12}
+"""Timed rounds over the modes of a kind of block, after one that is not timed. By 5 a GPU's times still differ by a fifth."""
 _LEAD_CYCLES = 50_000_000
 """For so long the GPU waits while the host launches a block whose device time is wanted: about 30 ms."""
 
@@ -53,14 +53,15 @@ def block_cost(assembly: Assembly, forward: RecomputedForward, note: BlockNote) 
         forward.mode = mode
         run.take()  # compiles, and counts what is kept
         kept[mode], held[mode] = run.sizes()
-    for number in range(1 + _ROUNDS):
+    rounds = _ROUNDS[assembly.device.type]
+    for number in range(1 + rounds):
         for mode in MODES:
             forward.mode = mode
             seconds = run.timed(run.take)
             if number:
                 times[mode].append(seconds)
     forward.mode = "block"
-    forward_s = min(run.timed(run.forward_alone) for _ in range(_ROUNDS))
+    forward_s = min(run.timed(run.forward_alone) for _ in range(rounds))
     least = {mode: min(values) for mode, values in times.items()}  # what else the machine does only adds
     accumulates = assembly.run.accumulation > 1
     gradients = 0 if accumulates else sum(x.nbytes for x in run.parameters)

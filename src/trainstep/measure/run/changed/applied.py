@@ -19,7 +19,7 @@ import functools
 import gc
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -221,6 +221,39 @@ def _changed_loader(applied: Applied, init: Callable[..., None]) -> Callable[...
     return changed_init
 
 
+def _copies(applied: Applied, _: str) -> None:
+    """No copy from pinned memory to a GPU makes the host wait. torch keeps the memory until the copy is done."""
+
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        name = original.__name__
+
+        @functools.wraps(original)
+        def moved(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            if _is_waited_for(tensor, name, arguments, options):
+                options = {**options, "non_blocking": True}
+                applied.did("copies")
+            return original(tensor, *arguments, **options)
+
+        return moved
+
+    for name in ("to", "cuda"):
+        _wrap(torch.Tensor, name, made)
+
+
+def _is_waited_for(tensor: torch.Tensor, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether this is a copy from pinned memory to a GPU for which nobody says how it is made."""
+    if tensor.device.type != "cpu" or "non_blocking" in options or any(isinstance(each, bool) for each in arguments):
+        return False
+    target = options.get("device", options.get("other", next(iter(arguments), None)))
+    if isinstance(target, torch.Tensor):
+        target = target.device
+    if isinstance(target, int):
+        kind = "cuda"
+    else:
+        kind = torch.device(target).type if isinstance(target, str | torch.device) else "cuda" if name == "cuda" else ""
+    return kind == "cuda" and tensor.is_pinned()
+
+
 def _compile(applied: Applied, _: str) -> None:
     """Each torch.compile of the script, which `Module.compile` calls too, has the mode that is asked for."""
 
@@ -341,6 +374,7 @@ _INSTALL: Mapping[str, Callable[[Applied, str], None]] = {
     "adamw": _adamw,
     "workers": _loaders,
     "pin_memory": _loaders,
+    "copies": _copies,
     "compile": _compile,
     "precision": _precision,
     "attention": _attention,
@@ -350,6 +384,7 @@ _NOTHING: Mapping[str, str] = {
     "adamw": "the script builds no Adam or AdamW of torch.optim",
     "workers": "the script builds no DataLoader",
     "pin_memory": "the script builds no DataLoader",
+    "copies": "no copy from pinned memory to a GPU makes the host wait",
     "compile": "no module of the script was called outermost",
     "precision": "no module of the script was called outermost",
     "attention": "the script calls no scaled_dot_product_attention",

@@ -13,12 +13,12 @@ import pytest
 
 from cell_maker import wait_until
 from sources import ROOT
-from trainstep.measure.run.turns import End, Turn, in_turn
+from trainstep.measure.run.changed.turns import End, Turn, in_turn
 
 WAITING = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT / "src")!r})
-from trainstep.measure.run.turns import Turn
+from trainstep.measure.run.changed.turns import Turn
 name, descriptor = sys.argv[1], sys.argv[2]
 say = lambda word: open("said", "a").write(f"{{name}} {{word}}\\n")
 say("ready")
@@ -74,7 +74,7 @@ def test_workers_stand_still_while_their_process_waits(tmp_path: Path):
     text = f"""
 import sys, time, multiprocessing, os
 sys.path.insert(0, {str(ROOT / "src")!r})
-from trainstep.measure.run.turns import Turn
+from trainstep.measure.run.changed.turns import Turn
 def count():
     while True:
         with open("counted", "a") as file: file.write(".")

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from trainstep.config.script import text_of_changes
-from trainstep.measure.run.applied import Applied
+from trainstep.measure.run.changed.applied import Applied
+from trainstep.measure.run.changed.turns import Turn
 from trainstep.measure.run.device_clock import matmul_precision
 from trainstep.measure.run.hooks import Hooks
 from trainstep.measure.run.script import StoppedAfter
-from trainstep.measure.run.turns import Turn
 from trainstep.records.facts import Fact, facts_of
 
 WARMUP_STEPS = 10

@@ -8,8 +8,8 @@ import pytest
 
 from run_records import a_run
 from trainstep.config.script import text_of_changes
-from trainstep.measure.run.script_command import command_of
-from trainstep.measure.run.script_lab import ScriptLab
+from trainstep.measure.run.changed.script_command import command_of
+from trainstep.measure.run.changed.script_lab import ScriptLab
 from trainstep.records.facts import Fact
 from trainstep.records.record import Record
 from trainstep.records.store import Store

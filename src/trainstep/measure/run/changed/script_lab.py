@@ -34,8 +34,8 @@ from typing import Any
 
 from trainstep.config.import_path import python_command
 from trainstep.config.script import text_of_changes
-from trainstep.measure.run.script_command import ScriptCommand
-from trainstep.measure.run.turns import in_turn
+from trainstep.measure.run.changed.script_command import ScriptCommand
+from trainstep.measure.run.changed.turns import in_turn
 from trainstep.plan.trials import Options, Trial
 from trainstep.records.compare import MINIMUM_PAIRS, Comparison, compare_samples
 from trainstep.records.facts import facts_of

@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainstep.measure.run import applied as module
-from trainstep.measure.run.applied import Applied
+from trainstep.measure.run.changed import applied as module
+from trainstep.measure.run.changed.applied import Applied
 from trainstep.ops.adamw import AdamW
 
 DATA = TensorDataset(torch.arange(12.0))
@@ -29,6 +29,8 @@ def install(monkeypatch: pytest.MonkeyPatch):
         (torch.optim, "AdamW"),
         (DataLoader, "__init__"),
         (DistributedDataParallel, "__init__"),
+        (torch.Tensor, "to"),
+        (torch.Tensor, "cuda"),
         (torch, "compile"),
         (torch.nn.functional, "scaled_dot_product_attention"),
     )
@@ -103,6 +105,43 @@ def test_without_a_gpu_nothing_is_pinned(install):
     applied = install(pin_memory="on")
     assert not DataLoader(DATA).pin_memory
     assert applied.not_applied == {"pin_memory": "there is no GPU to pin memory for"}
+
+
+@pytest.mark.parametrize(
+    ("call", "is_changed"),
+    [
+        (lambda x: x.to("cuda"), True),
+        (lambda x: x.to(torch.device("cuda", 1), torch.float16), True),
+        (lambda x: x.to(device=0), True),
+        (lambda x: x.cuda(), True),
+        (lambda x: x.cuda(1), True),
+        (lambda x: x.to("cuda", non_blocking=False), False),
+        (lambda x: x.to("cuda", torch.float16, False), False),
+        (lambda x: x.to("cpu"), False),
+        (lambda x: x.to(torch.float16), False),
+        (lambda x: x.to(torch.zeros(1)), False),
+    ],
+)
+def test_copies_from_pinned_memory_do_not_wait(install, monkeypatch: pytest.MonkeyPatch, call, is_changed: bool):
+    given: list[dict[str, object]] = []
+    for name in ("to", "cuda"):
+
+        def original(tensor: torch.Tensor, *_: object, **options: object) -> None:
+            given.append(options)
+
+        original.__name__ = name
+        monkeypatch.setattr(torch.Tensor, name, original)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    applied = install(copies="non_blocking")
+    call(torch.zeros(2))
+    assert [options.get("non_blocking") is True for options in given] == [is_changed]
+    assert applied.counts["copies"] == is_changed
+
+
+def test_copies_from_pageable_memory_stay_as_they_are(install):
+    applied = install(copies="non_blocking")
+    assert torch.zeros(2).to(torch.float16).dtype == torch.float16
+    assert applied.not_applied == {"copies": "no copy from pinned memory to a GPU makes the host wait"}
 
 
 def test_the_outermost_module_is_compiled_in_the_mode_that_was_asked_for(install, monkeypatch: pytest.MonkeyPatch):
