@@ -105,6 +105,8 @@ def requests() -> Iterator[dict[str, Any]]:
             tile = {"ADD": True, "ROWS": rows, "WIDTH": width}
             yield request("rms_norm", "rms_norm_kernel", warps, 8, norm, **tile)
             yield request("rms_norm", "rms_norm_backward_kernel", warps, 8, norm, **tile)
+        tile = {"ROWS": 128, "COLUMNS": 32}
+        yield request("rms_norm", "rms_norm_weight_kernel", 4, 1, {"table_ptr": "*fp32"}, **tile)
         angles = {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
         for interleaved in (True, False):
             heads = {"INTERLEAVED": interleaved, "INVERSE": interleaved, "HEAD_DIM": 80, "HEADS": 16, "HALF": 64}
