@@ -197,6 +197,33 @@ def test_a_sync_in_each_pass_is_told_from_one_in_the_last(passes: int, elements:
     assert " on average, counted as fp32" in budget.findings[-1].evidence
 
 
+@pytest.mark.parametrize(
+    ("messages", "elements", "fixed_s", "share"),
+    [
+        (
+            80,
+            1_000_000,
+            0.0002,
+            1 - (0.0002 + 4e6 / 1.4e9) / 0.016,
+        ),  # many small ones: the time of each, less that of one
+        (2, 10_000_000, 0.0002, 0.5),  # large ones: their bytes take the time
+        (80, 1_000_000, None, 0.5),
+    ],
+)
+def test_many_small_messages_gain_what_fewer_large_ones_leave(
+    messages: int, elements: int, fixed_s: float | None, share: float
+):
+    facts = {
+        "gradient_messages": messages,
+        "gradient_message_elements": elements,
+        "trained_elements": elements,
+        **({} if fixed_s is None else {"gradient_message_fixed_s": fixed_s}),
+    }
+    run = inspected(patterns(time_s=0.0), exposed_s=0.008, profiled_step_s=0.032, **facts)
+    [finding] = step_budget(script_evidence([run]), None).findings
+    assert finding.gain.time_s == pytest.approx(share * finding.excess.time_s)
+
+
 def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():
     classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.016], "share": [1.0]}
     table = patterns(pattern=PRECISION, time_s=0.016, least_s=0.0)

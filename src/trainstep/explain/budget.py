@@ -37,7 +37,7 @@ from trainstep.config.parallel import RanksConfig
 from trainstep.explain.changes import ALL_BLOCKS, change_of
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
-from trainstep.explain.gain import expected_share, gain_of
+from trainstep.explain.gain import expected_share, gain_of, merged_share
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
@@ -140,7 +140,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
                     parts.predicted,
                     after,
                     is_taken=is_taken,
-                    expected=expected_share(cause, measured_against_other=cause in parts.against_other),
+                    expected=parts.share_of(cause),
                 ),
                 evidence=parts.words.get(cause, ""),
                 times_s=parts.times.get(cause, {}),
@@ -207,6 +207,13 @@ class _Parts:
         self.excess[cause] = self.excess.get(cause, 0.0) + excess_s
         if excess_s > 0 and cause not in self.words:
             self.words[cause], self.times[cause] = words, times_s
+
+    def share_of(self, cause: str) -> float:
+        """The share of the cause's excess that its change should gain where plan does not predict it."""
+        sent = self.evidence
+        if cause == "exposed_messages" and sent.message_fixed_s:
+            return merged_share(sent.messages, sent.message_bytes, sent.message_fixed_s, on_device=sent.on_device)
+        return expected_share(cause, measured_against_other=cause in self.against_other)
 
     def half_width_s(self, cause: str, excess_s: float) -> float:
         """90 % of normal errors: of the steps' times, and of the division of device time."""

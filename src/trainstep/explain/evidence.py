@@ -71,6 +71,8 @@ class Evidence:
     """Share of the messages' time in which the last rank had not joined."""
     messages: int = 0
     message_bytes: float = 0.0
+    message_fixed_s: float = 0.0
+    """Time of a message beside that of its bytes; 0 if unknown."""
     message_dtype: str = ""
     """The dtype that is assumed in `message_bytes`; empty where bytes are known."""
     data_s: float = 0.0

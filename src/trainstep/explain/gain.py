@@ -1,5 +1,7 @@
 """What a change gains, with an interval."""
 
+import math
+
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import StepTime
 
@@ -9,12 +11,27 @@ _KNOWN = frozenset(
     ("data", "recompiles", "garbage_collector", "allocator", "another_process", "accumulation_sync", "synchronisations")
 )
 """Waits, of which a change leaves nothing: batches come in time, nothing is compiled again, and so on."""
+_BUCKET_BYTES = 25 * 2**20
+_BYTES_PER_S = {False: 1.4e9, True: 1.5e11}
+"""On a device or not -> what large all-reduces reach: NCCL over NVLink at the low end, gloo (results/cpu/all_reduce.md)."""
 
 
 def expected_share(cause: str, *, measured_against_other: bool) -> float:
     """The share of a cause's excess that its change should gain where plan does not predict it: all of a wait, and all of an excess
     over what another way of computing takes; else half."""
     return 1.0 if cause in _KNOWN or measured_against_other else _EXPECTED
+
+
+def merged_share(messages: int, nbytes: float, fixed_s: float, *, on_device: bool) -> float:
+    """The share of exposed messages' time that the same bytes in buckets should gain, at least `_EXPECTED`.
+
+    Many small messages take n f, f their fixed time, and k buckets k f + bytes / bandwidth. What is exposed falls by as much.
+    """
+    now_s = messages * fixed_s
+    if not now_s or not nbytes:
+        return _EXPECTED
+    after_s = math.ceil(nbytes / _BUCKET_BYTES) * fixed_s + nbytes / _BYTES_PER_S[on_device]
+    return max(_EXPECTED, 1 - after_s / now_s)
 
 
 def gain_of(

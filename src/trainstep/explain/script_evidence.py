@@ -88,6 +88,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         exposed_s=exposed_s,
         messages=round(last.fact("gradient_messages") or 0),
         message_bytes=_GRADIENT_BYTES * (last.fact("gradient_message_elements") or 0.0),
+        message_fixed_s=last.fact("gradient_message_fixed_s") or 0.0,
         message_dtype="fp32",
         synchronised_passes=_synchronised_passes(last, records),
         data_s=data_s,
