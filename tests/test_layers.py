@@ -84,6 +84,7 @@ DRIVER_MODULES = (
     "run.script",
     "run.changed.script_command",
     "run.changed.script_lab",
+    "run.changed.script_processes",
     "run.changed.turns",
     "run.show",
     "run.live",

@@ -100,6 +100,24 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
     assert lab.said[0].startswith("round 1 of 6: workers=2 0.500, workers=3 1.000 of")
 
 
+def test_a_round_that_was_killed_begins_anew_with_its_original(tmp_path: Path):
+    first = FakeLab(tmp_path, steady)
+    first.first()
+    first.time_s = lambda text: 1 / 0 if len(first.started) == 3 else steady(text)
+    with pytest.raises(ZeroDivisionError):  # killed in the first round, after the original
+        first.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
+    second = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "workers=4": 0.6}.get(text, 1.0))
+    second.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
+    assert second.started[:3] == ["", "workers=2", "workers=4"], "no pair is of two commands"
+    assert second.compare({}, {"workers": "4"}, 0).verdict == "faster"
+    assert len(second.started) == 6 * 3
+    third = FakeLab(tmp_path, steady)
+    third.measure_in_rounds([{"workers": "2"}, {"workers": "4"}, {"workers": "8"}])
+    assert third.started == ["", "workers=8", "workers=8", ""], "a change that is new has an original of its own"
+    assert third.compare({}, {"workers": "4"}, 0).verdict == "faster"
+    assert len(third.started) == 4
+
+
 def test_what_fails_beside_others_may_run_alone(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     lab.first()

@@ -1,45 +1,33 @@
-"""Measures somebody's own script for a proof: fresh processes of `trainstep run`, with changes from outside or without.
+"""Compares somebody's own script with itself under changes from outside, for a proof.
 
     command = command_of(record)                    # script_command.py
     lab = ScriptLab(store, command, steps=40, ...)
     lab.measure_in_rounds([{"adamw": "fused"}, {"workers": "8"}])
     lab.trial({}, 0), lab.compare({}, {"adamw": "fused"}, 0)
 
-The callbacks of plan/trials.py for a script. Each process that ends is a record in the store, looked up before another is started,
-so that a proof that was killed goes on with the process that it was at.
+The callbacks of plan/trials.py for a script, on processes that run once (script_processes.py).
 
-[Note: the order] A process gives one value, the mean step of its window (steering.py). Several start together, as many as have
-room, so that a proof is not mostly imports and compilations; their windows follow one another while the others wait (turns.py). In
-a round the original and each change have a window; the next round has the opposite order. A change's pairs are its windows with the
-original's in the same rounds, which all changes share. A comparison outside the rounds has the order a b b a a b b a. The interval
-is Student's over the pairs, as of every comparison of fresh processes (records/compare.py). A script of several ranks runs alone.
+[Note: the order] In a round the original and each change have a window; the next round has the opposite order. A change's pairs are
+its windows with the original's in the same rounds, which all changes share. A round that a killed command left begins a new attempt
+for the changes that lack it, with the original again, so that a pair is never of two commands. A comparison outside the rounds has
+the order a b b a a b b a. The interval is Student's over the pairs, as of every comparison of fresh processes (records/compare.py).
 
 [Note: futility] A change that was not faster in the first two pairs is given up there. That loses changes of a few per cent on
 a noisy machine, and never makes one: `faster` always has all of its pairs.
 """
 
-import hashlib
-import json
 import math
-import os
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainstep.config.import_path import python_command
 from trainstep.config.script import text_of_changes
 from trainstep.measure.run.changed.script_command import ScriptCommand
-from trainstep.measure.run.changed.turns import in_turn
+from trainstep.measure.run.changed.script_processes import Role, ScriptProcesses
 from trainstep.plan.trials import Options, Trial
 from trainstep.records.compare import MINIMUM_PAIRS, Comparison, compare_samples
-from trainstep.records.facts import facts_of
-from trainstep.records.record import Environment, Failure, Record, Samples
+from trainstep.records.record import Record, Samples
 from trainstep.records.store import Store
 
 FEWEST_PAIRS = MINIMUM_PAIRS + 1
@@ -47,72 +35,26 @@ FEWEST_PAIRS = MINIMUM_PAIRS + 1
 _TRIED_PAIRS = 2
 _LEAST_GAIN = 0.02
 """[Note: futility]"""
-_FIRST_S = 30.0
-"""Seconds that a process is thought to take before one has ended."""
-_FEW = 2
-"""Processes after which their mean tells how long one takes: the first one's imports and compilations are the slowest."""
-_TOGETHER = 1.5
-"""Processes that start together take this many times as long as the first one, by a guess."""
-_MOST_TOGETHER = 10
-_CONTEXT_BYTES = 2**30
-"""What the driver takes of a GPU for a process, beside torch's memory."""
-_ROOM = 1.25
-"""A change may need more memory than the original."""
 _ORIGINAL = "the original"
 
 
-class ScriptLab:
+class ScriptLab(ScriptProcesses):
     """Measures what the store does not have, until the budget is spent; nothing in a dry run. As measure/harness/lab.py."""
 
     def __init__(
-        self,
-        store: Store,
-        command: ScriptCommand,
-        *,
-        steps: int,
-        pairs: int,
-        timeout_s: float,
-        say: Callable[[str], None],
-        facts: Mapping[str, Any],
-        here: Environment,
-        budget_minutes: float | None = None,
-        began_s: float | None = None,
-        dry_run: bool = False,
+        self, store: Store, command: ScriptCommand, *, pairs: int, say: Callable[[str], None], **options: Any
     ) -> None:
-        """`facts`: of every record. `here`: this machine. ValueError for too few pairs."""
+        """`options`: of ScriptProcesses. ValueError for too few pairs."""
         if pairs < MINIMUM_PAIRS:
             raise ValueError(
                 f"processes: an interval needs at least {MINIMUM_PAIRS} processes a side of a script, not {pairs}"
             )
-        self.store, self.command = store, command
-        self._steps, self._pairs, self._timeout_s = steps, pairs, timeout_s
-        self._say, self._facts, self._here = say, facts, here
-        self._budget_minutes, self._dry_run = budget_minutes, dry_run
-        self._began_s = time.monotonic() if began_s is None else began_s
-        self.start: Options = {}
-        """The original: its precision, once known."""
-        self.reserved = 0
-        """Number of comparisons for which the budget must have room after the next measurement."""
-        # What a time limit ended is tried again, as this command's may be longer.
-        done = [record for record in store.finished() if record.failure is None or record.failure.kind != "timeout"]
-        self._known = {str(record.fact("process")): record for record in done if record.fact("process")}
-        self._processes_s = [record.duration_s for record in self._known.values() if self._is_ours(record)]
-        """Of processes that started together, each one's share of their time."""
-        self._ran = 0
+        super().__init__(store, command, pairs=pairs, **options)
+        self._say = say
         self._in_rounds: set[str] = set()
         """Keys of the changes that rounds measure."""
         self.cut_off: list[str] = []
         """Names of the changes that have had some of their rounds when the budget ended."""
-
-    def key_of(self, options: Options) -> str:
-        """Tells sets of changes apart, of this script as it is now."""
-        of = [self.command.words, self.command.folder, self.command.source, self.command.ranks, self._steps]
-        text = json.dumps([*of, sorted(self.changes(options).items())])
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-    def changes(self, options: Options) -> dict[str, str]:
-        """The options that differ from the original."""
-        return {name: str(value) for name, value in options.items() if self.start.get(name) != value}
 
     def first(self) -> Record | None:
         """The original's first process; None in a dry run that has none yet."""
@@ -133,7 +75,9 @@ class ScriptLab:
                 )
             if not left:
                 return
-            roles = [(self.start, f"trial {pair + 1}"), *[(options, f"trial {pair}") for options in left]]
+            lacking = [options for options in left if not self._has_round(options, pair)]
+            attempt = self._next_attempt(pair)
+            roles = [self._of_round(options, pair, attempt) for options in (self.start, *lacking)] if lacking else []
             if self._processes(roles[::-1] if pair % 2 else roles, self.comparison_s({})) is None:
                 return
             left = [options for options in left if not self._trouble(options) and self._ratios(options)]
@@ -147,14 +91,35 @@ class ScriptLab:
         """What the change takes of the original's time, in each round so far."""
         ratios = []
         for pair in range(self._pairs):
-            before, after = (
-                self._known.get(self._name(self.start, f"trial {pair + 1}")),
-                self._known.get(self._name(options, f"trial {pair}")),
-            )
+            before, after = (self._known.get(self._name(*role)) for role in self._in_round(options, pair))
             if before is None or after is None or before.failure or after.failure:
                 break
             ratios.append(after.samples["step"].values[0] / before.samples["step"].values[0])
         return ratios
+
+    def _of_round(self, options: Options, pair: int, attempt: int) -> Role:
+        """A round's process. The original's first trial is no part of a round. [Note: the order]"""
+        number = pair if self.changes(options) else pair + 1
+        return options, f"trial {number}" + (f" attempt {attempt}" if attempt else "")
+
+    def _in_round(self, options: Options, pair: int) -> tuple[Role, Role]:
+        """The original and the change in a round: as they were measured in one attempt, or will be in the next one."""
+        coming = self._next_attempt(pair)
+        for attempt in range(coming, -1, -1):
+            both = self._of_round(self.start, pair, attempt), self._of_round(options, pair, attempt)
+            if all(self._name(*role) in self._known for role in both):
+                return both
+        return self._of_round(self.start, pair, coming), self._of_round(options, pair, coming)
+
+    def _has_round(self, options: Options, pair: int) -> bool:
+        return all(self._name(*role) in self._known for role in self._in_round(options, pair))
+
+    def _next_attempt(self, pair: int) -> int:
+        """The first attempt of a round whose original no earlier command measured."""
+        attempt = 0
+        while self._name(*self._of_round(self.start, pair, attempt)) in self._earlier:
+            attempt += 1
+        return attempt
 
     def _is_futile(self, options: Options) -> bool:
         """[Note: futility]"""
@@ -173,7 +138,9 @@ class ScriptLab:
 
     def trial(self, options: Options, repeat: int) -> Trial | None:
         """One process, or an earlier command's record of it. A change that found nothing to change failed."""
-        records = self._processes([(options, f"trial {repeat}")])
+        in_rounds = self.changes(options) and self._is_in_rounds(self.start, options, 0)
+        role = self._in_round(options, repeat)[1] if in_rounds else (options, f"trial {repeat}")
+        records = self._processes([role])
         if records is None:
             return None
         [record] = records
@@ -233,161 +200,16 @@ class ScriptLab:
             verdict="cannot tell", reason=reason, quantity="step", ratio=ratio, n=len(ratios), paired=True
         )
 
-    def trial_s(self, _: Options) -> float:
-        """About how many seconds a process takes."""
-        return fmean(self._processes_s) if self._processes_s else _FIRST_S
-
-    def comparison_s(self, options: Options) -> float:
-        """About how many seconds a comparison takes."""
-        return self._expected_s(2 * self._pairs)
-
-    def _expected_s(self, processes: int) -> float:
-        """About how many seconds these take, as many as have room together."""
-        if len(self._processes_s) > _FEW:
-            return processes * self.trial_s({})
-        return math.ceil(processes / self._room()) * _TOGETHER * self.trial_s({})
-
-    def _roles(self, before: Options, after: Options, repeat: int) -> list[tuple[Options, str]]:
+    def _roles(self, before: Options, after: Options, repeat: int) -> list[Role]:
         """Of a comparison's processes, in their order. [Note: the order]"""
-        pairs = []
+        pairs: list[Role] = []
         own = f"{self.key_of(before)} {self.key_of(after)} {repeat}"
         in_rounds = self._is_in_rounds(before, after, repeat)
         for pair in range(self._pairs):
-            names = (
-                (f"trial {pair + 1}", f"trial {pair}") if in_rounds else (f"{own} {2 * pair}", f"{own} {2 * pair + 1}")
-            )
-            both = [(before, names[0]), (after, names[1])]
+            apart = (before, f"{own} {2 * pair}"), (after, f"{own} {2 * pair + 1}")
+            both = self._in_round(after, pair) if in_rounds else apart
             pairs += both[::-1] if pair % 2 else both
         return pairs
 
     def _is_in_rounds(self, before: Options, after: Options, repeat: int) -> bool:
         return repeat == 0 and not self.changes(before) and self.key_of(after) in self._in_rounds
-
-    def _name(self, options: Options, role: str) -> str:
-        return f"{self.key_of(options)} {role}"
-
-    def _is_ours(self, record: Record) -> bool:
-        return bool(record.config.get("script") == self.command.record.config["script"])
-
-    def _is_spent(self, next_s: float) -> bool:
-        """Whether so many seconds, and what is reserved, would end after the budget. The first process always runs."""
-        if self._budget_minutes is None or not self._ran:
-            return False
-        needed_s = next_s + self.reserved * self.comparison_s({})
-        return bool(time.monotonic() - self._began_s + needed_s > self._budget_minutes * 60)
-
-    def _processes(
-        self, roles: Sequence[tuple[Options, str]], further_s: float = 0.0, *, counts: bool = True
-    ) -> list[Record] | None:
-        """The records of processes in their roles: an earlier command's, or of those that run now, on disk as each ends.
-
-        None where the budget has no room for them (where this `counts`) and for `further_s` after them.
-        """
-        missing = [role for role in roles if self._name(*role) not in self._known]
-        needed_s = self._expected_s(len(missing)) + further_s
-        if missing and (self._dry_run or (counts and self._is_spent(needed_s))):
-            return None
-        while missing:
-            together = missing[: self._room()]
-            failed = self._run_together(together)
-            if len(together) > 1:  # it may be for what the others took: alone it has the whole machine
-                for role in failed:
-                    self._run_together([role])
-            missing = missing[len(together) :]
-        return [self._known[self._name(*role)] for role in roles]
-
-    def _run_together(self, roles: Sequence[tuple[Options, str]]) -> list[tuple[Options, str]]:
-        """Run processes that start together. Returns those that failed, whose records are kept only where they ran alone."""
-        failed = []
-        changes = [self.changes(options) for options, _ in roles]
-        began_s = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="trainstep-") as folder:
-            out = [Path(folder) / f"{place}.jsonl" for place in range(len(roles))]
-            for place, trouble, kind in self._run(changes, out):
-                started_at = datetime.now(UTC).isoformat(timespec="seconds")
-                record = self._whole(Store(out[place]).finished(), trouble, kind, changes[place])
-                now_s = time.monotonic()
-                if record.failure is not None and len(roles) > 1:
-                    failed.append(roles[place])
-                else:
-                    self._keep(record, roles[place], started_at, now_s - began_s)
-                began_s = now_s
-        return failed
-
-    def _keep(self, record: Record, role: tuple[Options, str], started_at: str, duration_s: float) -> None:
-        """Write a process's record. `duration_s`: its share of the time that those took which started together."""
-        process = self._name(*role)
-        record = replace(
-            record,
-            key=self.key_of(role[0]),
-            started_at=started_at,
-            duration_s=round(duration_s, 3),
-            facts={**record.facts, **facts_of(process=process, **self._facts)},
-        )
-        self.store.append(record)
-        self._known[process] = record
-        self._processes_s.append(record.duration_s)
-        self._ran += 1
-
-    def _room(self) -> int:
-        """How many processes may live at once, by the memory that the first one took; one before that, and of several ranks."""
-        first = next((record for record in self._known.values() if self._is_ours(record) and not record.failure), None)
-        if first is None or self.command.ranks > 1:
-            return 1
-        rooms = [_MOST_TOGETHER]
-        if resident_bytes := first.fact("peak_rss_bytes"):
-            rooms.append(int(self._here.memory_bytes / 2 // (_ROOM * resident_bytes)))
-        if first.config["device"] == "cuda":
-            total, held = self._here.gpu_memory_bytes, first.fact("peak_reserved_bytes")
-            rooms.append(int(total // (_ROOM * held + _CONTEXT_BYTES)) if total and held else 1)
-        return max(1, min(rooms))
-
-    def _whole(self, records: Sequence[Record], trouble: str, kind: str, changes: Mapping[str, str]) -> Record:
-        """One record of a process: its window's mean step, its losses and facts; or its failure."""
-        last = records[-1] if records else self.command.record
-        config = {**last.config, "run": "proof", "first_step": 1}
-        time_s, steps = last.fact("timed_s"), last.fact("timed_steps")
-        if not trouble and not (records and time_s and steps):
-            seen = last.fact("steps_seen", 0) if records else 0
-            trouble = f"the script ended after {seen} steps of {self._steps}: let it run longer, or give --script-steps"
-        if trouble:
-            facts = facts_of(applied=text_of_changes(changes) or None)
-            failure = Failure(kind=kind or "crash", phase="step", message=trouble)
-            return replace(
-                last, config=config, environment=self._here, samples={}, facts=facts, tables={}, failure=failure
-            )
-        kept = {"step": Samples(unit="s", values=(time_s / steps,))}
-        losses = {name: table for name, table in last.tables.items() if name == "losses"}
-        return replace(last, config=config, samples=kept, tables=losses)
-
-    def _run(self, changes: Sequence[Mapping[str, str]], out: Sequence[Path]) -> Iterator[tuple[int, str, str]]:
-        """Run the script to its last step with each of the changes: place, what went wrong and its kind; both empty if nothing did.
-
-        [Note: the order]
-        """
-        commands = [partial(self._words, each, path) for each, path in zip(changes, out, strict=True)]
-        ends = in_turn(commands, folder=self.command.folder, environment=_environment(), timeout_s=self._timeout_s)
-        for place, end in ends:
-            if end.code is None:
-                yield place, f"did not end within {self._timeout_s:.0f} s", "timeout"
-            else:
-                yield place, *((f"{end.said} (exit code {end.code})", "crash") if end.code else ("", ""))
-
-    def _words(self, changes: Mapping[str, str], out: Path, turn: int | None) -> list[str]:
-        """The command of a process."""
-        words = ["run", "--quiet", "--no-page", "--inspect-every", "0"]
-        words += ["--stop-after", str(self._steps), "--out", str(out)]
-        words += ["--apply", text_of_changes(changes)] if changes else []
-        words += [] if turn is None else ["--turn", str(turn)]
-        words += self.command.words
-        if self.command.ranks > 1:
-            torchrun = ("--standalone", "--nproc-per-node", str(self.command.ranks), "-m", "trainstep")
-            return python_command("torch.distributed.run", *torchrun, *words)
-        return python_command("trainstep", *words)
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, with an import path that holds in another folder."""
-    path = os.environ.get("PYTHONPATH", "")
-    whole = os.pathsep.join(os.path.abspath(entry) for entry in path.split(os.pathsep) if entry)
-    return {**os.environ, **({"PYTHONPATH": whole} if whole else {})}

@@ -1,0 +1,237 @@
+"""Runs somebody's own script in fresh processes, several at once, each with its changes from outside and each once.
+
+    processes = ScriptProcesses(store, command, steps=40, ...)
+
+Each process has a role, is a record in the store when it ends, and is looked up before another is started, so that a proof that
+was killed goes on with the process that it was at. Several start together, as many as have room, so that a proof is not mostly
+imports and compilations; their windows follow one another while the others wait (turns.py). A process gives one value, the mean
+step of its window (steering.py). A script of several ranks runs alone.
+"""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from trainstep.config.import_path import python_command
+from trainstep.config.script import text_of_changes
+from trainstep.measure.run.changed.script_command import ScriptCommand
+from trainstep.measure.run.changed.turns import in_turn
+from trainstep.plan.trials import Options
+from trainstep.records.facts import facts_of
+from trainstep.records.record import Environment, Failure, Record, Samples
+from trainstep.records.store import Store
+
+_FIRST_S = 30.0
+"""Seconds that a process is thought to take before one has ended."""
+_FEW = 2
+"""Processes after which their mean tells how long one takes: the first one's imports and compilations are the slowest."""
+_TOGETHER = 1.5
+"""Processes that start together take this many times as long as the first one, by a guess."""
+_MOST_TOGETHER = 10
+_CONTEXT_BYTES = 2**30
+"""What the driver takes of a GPU for a process, beside torch's memory."""
+_ROOM = 1.25
+"""A change may need more memory than the original."""
+
+Role = tuple[Options, str]
+"""What a process runs, and its name among those that run the same."""
+
+
+class ScriptProcesses:
+    """Processes of one script, until the budget is spent; none in a dry run."""
+
+    def __init__(
+        self,
+        store: Store,
+        command: ScriptCommand,
+        *,
+        steps: int,
+        pairs: int,
+        timeout_s: float,
+        facts: Mapping[str, Any],
+        here: Environment,
+        budget_minutes: float | None = None,
+        began_s: float | None = None,
+        dry_run: bool = False,
+    ) -> None:
+        """`pairs`: of processes, in a comparison. `facts`: of every record. `here`: this machine."""
+        self.store, self.command = store, command
+        self._steps, self._pairs, self._timeout_s = steps, pairs, timeout_s
+        self._facts, self._here = facts, here
+        self._budget_minutes, self._dry_run = budget_minutes, dry_run
+        self._began_s = time.monotonic() if began_s is None else began_s
+        self.start: Options = {}
+        """The original: its precision, once known."""
+        self.reserved = 0
+        """Number of comparisons for which the budget must have room after the next measurement."""
+        # What a time limit ended is tried again, as this command's may be longer.
+        done = [record for record in store.finished() if record.failure is None or record.failure.kind != "timeout"]
+        self._known = {str(record.fact("process")): record for record in done if record.fact("process")}
+        self._earlier = set(self._known)
+        """Names of the processes that earlier commands ran."""
+        self._processes_s = [record.duration_s for record in self._known.values() if self._is_ours(record)]
+        """Of processes that started together, each one's share of their time."""
+        self._ran = 0
+
+    def comparison_s(self, _: Options) -> float:
+        """About how many seconds a comparison takes."""
+        return self._expected_s(2 * self._pairs)
+
+    def key_of(self, options: Options) -> str:
+        """Tells sets of changes apart, of this script as it is now."""
+        of = [self.command.words, self.command.folder, self.command.source, self.command.ranks, self._steps]
+        text = json.dumps([*of, sorted(self.changes(options).items())])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def changes(self, options: Options) -> dict[str, str]:
+        """The options that differ from the original."""
+        return {name: str(value) for name, value in options.items() if self.start.get(name) != value}
+
+    def trial_s(self, _: Options) -> float:
+        """About how many seconds a process takes."""
+        return fmean(self._processes_s) if self._processes_s else _FIRST_S
+
+    def _expected_s(self, processes: int) -> float:
+        """About how many seconds these take, as many as have room together."""
+        if len(self._processes_s) > _FEW:
+            return processes * self.trial_s({})
+        return math.ceil(processes / self._room()) * _TOGETHER * self.trial_s({})
+
+    def _name(self, options: Options, role: str) -> str:
+        return f"{self.key_of(options)} {role}"
+
+    def _is_ours(self, record: Record) -> bool:
+        return bool(record.config.get("script") == self.command.record.config["script"])
+
+    def _is_spent(self, next_s: float) -> bool:
+        """Whether so many seconds, and what is reserved, would end after the budget. The first process always runs."""
+        if self._budget_minutes is None or not self._ran:
+            return False
+        needed_s = next_s + self.reserved * self.comparison_s({})
+        return bool(time.monotonic() - self._began_s + needed_s > self._budget_minutes * 60)
+
+    def _processes(self, roles: Sequence[Role], further_s: float = 0.0, *, counts: bool = True) -> list[Record] | None:
+        """The records of processes in their roles: an earlier command's, or of those that run now, on disk as each ends.
+
+        None where the budget has no room for them (where this `counts`) and for `further_s` after them.
+        """
+        missing = [role for role in roles if self._name(*role) not in self._known]
+        needed_s = self._expected_s(len(missing)) + further_s
+        if missing and (self._dry_run or (counts and self._is_spent(needed_s))):
+            return None
+        while missing:
+            together = missing[: self._room()]
+            failed = self._run_together(together)
+            if len(together) > 1:  # it may be for what the others took: alone it has the whole machine
+                for role in failed:
+                    self._run_together([role])
+            missing = missing[len(together) :]
+        return [self._known[self._name(*role)] for role in roles]
+
+    def _run_together(self, roles: Sequence[Role]) -> list[Role]:
+        """Run processes that start together. Returns those that failed, whose records are kept only where they ran alone."""
+        failed = []
+        changes = [self.changes(options) for options, _ in roles]
+        began_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="trainstep-") as folder:
+            out = [Path(folder) / f"{place}.jsonl" for place in range(len(roles))]
+            with closing(self._run(changes, out)) as ends:
+                for place, trouble, kind in ends:
+                    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+                    record = self._whole(Store(out[place]).finished(), trouble, kind, changes[place])
+                    now_s = time.monotonic()
+                    if record.failure is not None and len(roles) > 1:
+                        failed.append(roles[place])
+                    else:
+                        self._keep(record, roles[place], started_at, now_s - began_s)
+                    began_s = now_s
+        return failed
+
+    def _keep(self, record: Record, role: Role, started_at: str, duration_s: float) -> None:
+        """Write a process's record. `duration_s`: its share of the time that those took which started together."""
+        process = self._name(*role)
+        record = replace(
+            record,
+            key=self.key_of(role[0]),
+            started_at=started_at,
+            duration_s=round(duration_s, 3),
+            facts={**record.facts, **facts_of(process=process, **self._facts)},
+        )
+        self.store.append(record)
+        self._known[process] = record
+        self._processes_s.append(record.duration_s)
+        self._ran += 1
+
+    def _room(self) -> int:
+        """How many processes may live at once, by the memory that the first one took; one before that, and of several ranks."""
+        first = next((record for record in self._known.values() if self._is_ours(record) and not record.failure), None)
+        if first is None or self.command.ranks > 1:
+            return 1
+        rooms = [_MOST_TOGETHER]
+        if resident_bytes := first.fact("peak_rss_bytes"):
+            rooms.append(int(self._here.memory_bytes / 2 // (_ROOM * resident_bytes)))
+        if first.config["device"] == "cuda":
+            total, held = self._here.gpu_memory_bytes, first.fact("peak_reserved_bytes")
+            rooms.append(int(total // (_ROOM * held + _CONTEXT_BYTES)) if total and held else 1)
+        return max(1, min(rooms))
+
+    def _whole(self, records: Sequence[Record], trouble: str, kind: str, changes: Mapping[str, str]) -> Record:
+        """One record of a process: its window's mean step, its losses and facts; or its failure."""
+        last = records[-1] if records else self.command.record
+        config = {**last.config, "run": "proof", "first_step": 1}
+        time_s, steps = last.fact("timed_s"), last.fact("timed_steps")
+        if not trouble and not (records and time_s and steps):
+            seen = last.fact("steps_seen", 0) if records else 0
+            trouble = f"the script ended after {seen} steps of {self._steps}: let it run longer, or give --script-steps"
+        if trouble:
+            facts = facts_of(applied=text_of_changes(changes) or None)
+            failure = Failure(kind=kind or "crash", phase="step", message=trouble)
+            return replace(
+                last, config=config, environment=self._here, samples={}, facts=facts, tables={}, failure=failure
+            )
+        kept = {"step": Samples(unit="s", values=(time_s / steps,))}
+        losses = {name: table for name, table in last.tables.items() if name == "losses"}
+        return replace(last, config=config, samples=kept, tables=losses)
+
+    def _run(self, changes: Sequence[Mapping[str, str]], out: Sequence[Path]) -> Generator[tuple[int, str, str]]:
+        """Run the script to its last step with each of the changes: place, what went wrong and its kind; both empty if nothing did.
+
+        [Note: the order]
+        """
+        commands = [partial(self._words, each, path) for each, path in zip(changes, out, strict=True)]
+        ends = in_turn(commands, folder=self.command.folder, environment=_environment(), timeout_s=self._timeout_s)
+        for place, end in ends:
+            if end.code is None:
+                yield place, f"did not end within {self._timeout_s:.0f} s", "timeout"
+            else:
+                yield place, *((f"{end.said} (exit code {end.code})", "crash") if end.code else ("", ""))
+
+    def _words(self, changes: Mapping[str, str], out: Path, turn: int | None) -> list[str]:
+        """The command of a process."""
+        words = ["run", "--quiet", "--no-page", "--inspect-every", "0"]
+        words += ["--stop-after", str(self._steps), "--out", str(out)]
+        words += ["--apply", text_of_changes(changes)] if changes else []
+        words += [] if turn is None else ["--turn", str(turn)]
+        words += self.command.words
+        if self.command.ranks > 1:
+            torchrun = ("--standalone", "--nproc-per-node", str(self.command.ranks), "-m", "trainstep")
+            return python_command("torch.distributed.run", *torchrun, *words)
+        return python_command("trainstep", *words)
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with an import path that holds in another folder."""
+    path = os.environ.get("PYTHONPATH", "")
+    whole = os.pathsep.join(os.path.abspath(entry) for entry in path.split(os.pathsep) if entry)
+    return {**os.environ, **({"PYTHONPATH": whole} if whole else {})}
