@@ -13,7 +13,7 @@ from sources import ROOT
 from trainstep.records.store import Store
 
 LOOPS = ROOT / "tests/planted/loops"
-PROVE = ("explain", "run.jsonl", "--prove", "--out", "p.jsonl", "--json", "--script-steps", "8", "--processes", "5")
+PROVE = ("explain", "run.jsonl", "--prove", "--out", "p.jsonl", "--json", "--script-steps", "16", "--processes", "5")
 NEEDED = {"hugging_face": ("transformers", "accelerate"), "lightning_loop": ("lightning",)}
 
 
@@ -32,7 +32,7 @@ class Late(torch.utils.data.Dataset):
 torch.manual_seed(0)
 model = torch.nn.Linear(16, 16)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-for number, batch in zip(range(12), torch.utils.data.DataLoader(Late(), batch_size=2)):
+for number, batch in zip(range(20), torch.utils.data.DataLoader(Late(), batch_size=2)):
     model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -64,7 +64,7 @@ def test_a_slow_loader_is_undone_from_outside_and_a_killed_proof_goes_on(tmp_pat
     before = count(records)
     code, out, err = finish(start(*PROVE, folder=tmp_path), 450)
     assert code == 0, err
-    assert f"is started again and again in {tmp_path}, 8 steps each time" in err
+    assert f"is started again and again in {tmp_path}, 16 steps each time" in err
     processes = [record.fact("process") for record in Store(records).finished()]
     assert len(processes) == len(set(processes)) > before, "nothing finished ran again"
     answer = json.loads(out)
@@ -102,6 +102,6 @@ def test_other_loops_take_all_changes_of_a_cpu(loop: str, tmp_path: Path):
 @pytest.mark.slow
 def test_a_script_that_fails_or_ends_early_proves_nothing(tmp_path: Path):
     record_run(tmp_path)
-    code, out, _ = finish(start(*PROVE[:-4], "--script-steps", "20", folder=tmp_path), 110)
+    code, out, _ = finish(start(*PROVE[:-4], "--script-steps", "30", folder=tmp_path), 110)
     assert code == 3
-    assert "the script ended after 12 steps of 20: let it run longer, or give --script-steps" in out
+    assert "the script ended after 20 steps of 30: let it run longer, or give --script-steps" in out
