@@ -261,7 +261,7 @@ def test_of_a_script_the_lines_and_a_patch_are_shown(capsys: pytest.CaptureFixtu
     assert app.run([*command, "--allow-precision", "bf16"]) == 2
     assert "allow_precision: bf16 cannot be applied to a script" in capsys.readouterr().err
     assert app.run([*command, "--script-steps", "2"]) == 2
-    assert "script_steps: must be at least 4" in capsys.readouterr().err
+    assert "script_steps: must be at least 8" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -47,14 +47,19 @@ def test_a_value_read_each_step_is_found_on_a_gpu_with_its_line():
     assert str(finding.place) == "/x/project/train.py:12"
 
 
-@pytest.mark.parametrize(("busy_ms", "host_ms", "late_ms"), [(40.0, 20.0, 10.0), (20.0, 35.0, 15.0), (49.0, 60.0, 0.0)])
-def test_launching_late_after_a_wait_is_the_waits_and_not_the_launches(busy_ms: float, host_ms: float, late_ms: float):
+@pytest.mark.parametrize(
+    ("busy_ms", "host_ms", "outside_ms", "late_ms"),
+    [(40.0, 20.0, 0.0, 10.0), (20.0, 35.0, 0.0, 15.0), (20.0, 20.0, 25.0, 5.0), (49.0, 60.0, 0.0, 0.0)],
+)
+def test_launching_late_after_a_wait_is_the_waits_and_not_the_launches(
+    busy_ms: float, host_ms: float, outside_ms: float, late_ms: float
+):
     """A step of 50 ms: without the wait it takes as long as the GPU's work or the host's own, the longer of the two."""
     classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [busy_ms / 1e3], "share": [1.0]}
     phases = ("forward", "backward", "optimizer", "outside phases")
     host = {
         "phase": list(phases),
-        "host_s": [host_ms / 2e3, host_ms / 2e3, 0.0, 0.020],
+        "host_s": [host_ms / 2e3, host_ms / 2e3, 0.0, 0.020 + outside_ms / 1e3],
         "blocked_s": [0.0, 0.0, 0.0, 0.020],
         **dict.fromkeys(("device_s", "idle_s", "launches", "launch_s", "lead_s"), [0.0] * 4),
         **dict.fromkeys(("allocations", "allocation_s", "queue_full", "queue_full_s"), [0.0] * 4),

@@ -110,11 +110,16 @@ def _late_s(
     """What the step would save if the host never waited for the GPU, as it does in every inspected step. [Note: launching late]"""
     if not inspected or not all(record.tables.get("waits") and record.tables.get("host") for record in inspected):
         return 0.0
-    usual = {phase: _mean(samples, phase) for phase in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)}
-    own_s = _mean(samples, Part.DATA)
+    usual: dict[str, float] = {phase: _mean(samples, phase) for phase in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)}
+    data_s = _mean(samples, Part.DATA)
+    other_s = max(0.0, measured_s - sum(usual.values()) - data_s)
+    own_s = data_s
     for row in rows_of(inspected[-1].tables["host"]):
-        usual_s = usual.get(row["phase"], max(0.0, measured_s - sum(usual.values()) - own_s))
-        own_s += min(usual_s, row["host_s"] - row["blocked_s"])
+        inspected_s = row["host_s"] - row["blocked_s"]
+        if row["phase"] in usual:
+            own_s += min(usual[row["phase"]], inspected_s)
+        else:  # what is outside of phases contains the wait for data
+            own_s += min(other_s, max(0.0, inspected_s - data_s))
     return max(0.0, measured_s - max(busy_s, own_s))
 
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from trainstep.measure.harness.runner import Limits
 
 _STEPS = 40
-_LEAST_STEPS = 4
+_LEAST_STEPS = 8
+"""Of which four are warm-ups, one of them after the turn."""
 
 
 def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOptions, began_s: float) -> int:
@@ -109,6 +110,7 @@ def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions
     found = script_candidates(one.budget, _place(one.row.record, first, precision), request.precisions)
     if not how.dry_run:
         tell(f"{len(found)} changes to prove", how)
+    if first is not None and first.failure is None:
         lab.measure_in_rounds([{**lab.start, **candidate.fields} for candidate in found if not candidate.refusal])
     return measure(one, found, lab, lambda _: None, how, needs_losses=False), found
 

@@ -39,7 +39,8 @@ def lone_pool(device: torch.device) -> Iterator[None]:
     By the current stream, and not by the thread, because backward allocates in autograd's threads. What is left of the pool goes
     back to the GPU with the next torch.cuda.empty_cache().
     """
-    index, pool = device.index or 0, torch.cuda.graph_pool_handle()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    pool = torch.cuda.graph_pool_handle()
     torch._C._cuda_beginAllocateCurrentStreamToPool(index, pool)
     try:
         yield

@@ -29,6 +29,7 @@ class FakeLab(ScriptLab):
 
     def __init__(self, folder: Path, time_s: Callable[[str], float], **options: object) -> None:
         self.started: list[str] = []
+        self.fails: str | None = None
         self.groups: list[int] = []
         """Number of processes that started together."""
         self.said: list[str] = []
@@ -49,7 +50,7 @@ class FakeLab(ScriptLab):
         self.started.append(text)
         if text == "workers=7" and not alone:
             return "OutOfMemoryError (exit code 1)", "crash"
-        if text == "gc=off":
+        if text in ("gc=off", self.fails):
             return "ValueError: no (exit code 1)", "crash"
         facts = {"timed_s": 5 * self.time_s(text), "timed_steps": 5, "script_precision": "fp32"}
         facts |= {"not_applied": "adamw: none was built"} if text == "adamw=fused" else {}
@@ -116,6 +117,42 @@ def test_a_round_that_was_killed_begins_anew_with_its_original(tmp_path: Path):
     assert third.started == ["", "workers=8", "workers=8", ""], "a change that is new has an original of its own"
     assert third.compare({}, {"workers": "4"}, 0).verdict == "faster"
     assert len(third.started) == 4
+
+
+def test_a_round_in_the_opposite_order_begins_anew_too(tmp_path: Path):
+    first = FakeLab(tmp_path, steady)
+    first.first()
+    first.time_s = lambda text: 1 / 0 if len(first.started) == 6 else steady(text)
+    with pytest.raises(ZeroDivisionError):  # killed in the second round, before its last, the original
+        first.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
+    second = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "workers=4": 0.6}.get(text, 1.0))
+    second.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
+    assert second.started[:3] == ["workers=4", "workers=2", ""]
+
+
+def test_an_original_that_fails_ends_a_comparison_at_once(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab.fails = ""
+    lab.measure_in_rounds([{"workers": "2"}])
+    count = len(lab.started)
+    assert lab.compare({}, {"workers": "2"}, 0).reason == "the original failed: ValueError: no (exit code 1)"
+    assert len(lab.started) == count
+
+
+def test_a_budget_that_is_spent_starts_no_round_and_keeps_what_was_decided(tmp_path: Path):
+    first = FakeLab(tmp_path, steady)
+    first.first()
+    lab = FakeLab(tmp_path, steady, budget_minutes=0.001)
+    lab._began_s -= 60
+    lab.measure_in_rounds([{"workers": "2"}])
+    assert lab.started == []
+    first.measure_in_rounds([{"workers": "3"}])
+    later = FakeLab(tmp_path, steady, budget_minutes=0.001)
+    later._began_s -= 60
+    later.measure_in_rounds([{"workers": "3"}])
+    assert "not faster in the first 2 pairs" in later.compare({}, {"workers": "3"}, 0).reason
+    assert (later.cut_off, later.started) == ([], [])
 
 
 def test_what_fails_beside_others_may_run_alone(tmp_path: Path):
@@ -193,7 +230,7 @@ def test_a_budget_and_a_dry_run_start_nothing(tmp_path: Path):
     assert lab.first() is None
     assert lab.compare({}, {"workers": "2"}, 0) is None
     lab = FakeLab(tmp_path, steady, budget_minutes=0.001)
-    assert lab.trial({}, 0) is not None  # the first always runs
+    assert lab.first() is not None  # which always runs
     lab._began_s -= 60
     assert lab.trial({}, 1) is None
     assert lab.compare({}, {"workers": "2"}, 0) is None

@@ -222,7 +222,10 @@ def _changed_loader(applied: Applied, init: Callable[..., None]) -> Callable[...
 
 
 def _copies(applied: Applied, _: str) -> None:
-    """No copy from pinned memory to a GPU makes the host wait. torch keeps the memory until the copy is done."""
+    """No copy from pinned memory to a GPU makes the host wait.
+
+    torch keeps memory that is freed until the copy is done. It does not keep a script from writing into a buffer of its own before.
+    """
 
     def made(original: Callable[..., Any]) -> Callable[..., Any]:
         name = original.__name__
@@ -241,8 +244,8 @@ def _copies(applied: Applied, _: str) -> None:
 
 
 def _is_waited_for(tensor: torch.Tensor, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether this is a copy from pinned memory to a GPU for which nobody says how it is made."""
-    if tensor.device.type != "cpu" or "non_blocking" in options or any(isinstance(each, bool) for each in arguments):
+    """Whether this is a copy from pinned memory to a GPU for which the host waits. A third argument by place is left alone."""
+    if tensor.device.type != "cpu" or options.get("non_blocking") or any(isinstance(each, bool) for each in arguments):
         return False
     target = options.get("device", options.get("other", next(iter(arguments), None)))
     if isinstance(target, torch.Tensor):

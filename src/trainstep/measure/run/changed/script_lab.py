@@ -51,14 +51,14 @@ class ScriptLab(ScriptProcesses):
             )
         super().__init__(store, command, pairs=pairs, **options)
         self._say = say
-        self._in_rounds: set[str] = set()
-        """Keys of the changes that rounds measure."""
+        self._in_rounds: dict[str, Options] = {}
+        """Key -> change, of those that rounds measure."""
         self.cut_off: list[str] = []
         """Names of the changes that have had some of their rounds when the budget ended."""
 
     def first(self) -> Record | None:
         """The original's first process; None in a dry run that has none yet."""
-        records = self._processes([(self.start, "trial 0")])
+        records = self._processes([(self.start, "trial 0")], counts=False)
         return None if records is None else records[0]
 
     def measure_in_rounds(self, tried: Sequence[Options]) -> None:
@@ -66,7 +66,7 @@ class ScriptLab(ScriptProcesses):
 
         [Note: the order] In the end the budget keeps room for one comparison: of all that helped, together.
         """
-        self._in_rounds = {self.key_of(options) for options in tried}
+        self._in_rounds = {self.key_of(options): options for options in tried}
         left = list(tried)
         for pair in range(self._pairs):
             if pair >= _TRIED_PAIRS:
@@ -81,7 +81,8 @@ class ScriptLab(ScriptProcesses):
             if self._processes(roles[::-1] if pair % 2 else roles, self.comparison_s({})) is None:
                 return
             left = [options for options in left if not self._trouble(options) and self._ratios(options)]
-            self._say(f"round {pair + 1} of {self._pairs}: {self._ratio_words(left)}")
+            if lacking:
+                self._say(f"round {pair + 1} of {self._pairs}: {self._ratio_words(left)}")
 
     def _trouble(self, options: Options) -> str:
         tried = self.trial(options, 0)
@@ -115,15 +116,23 @@ class ScriptLab(ScriptProcesses):
         return all(self._name(*role) in self._known for role in self._in_round(options, pair))
 
     def _next_attempt(self, pair: int) -> int:
-        """The first attempt of a round whose original no earlier command measured."""
-        attempt = 0
-        while self._name(*self._of_round(self.start, pair, attempt)) in self._earlier:
+        """The first attempt of a round of which no earlier command measured anything."""
+        attempt, taking_part = 0, (self.start, *self._in_rounds.values())
+        while any(self._name(*self._of_round(options, pair, attempt)) in self._earlier for options in taking_part):
             attempt += 1
         return attempt
 
     def _is_futile(self, options: Options) -> bool:
         """[Note: futility]"""
-        return min(self._ratios(options)[:_TRIED_PAIRS], default=0.0) > 1 / (1 + _LEAST_GAIN)
+        ratios = self._ratios(options)[:_TRIED_PAIRS]
+        return len(ratios) == _TRIED_PAIRS and _none_gains(ratios)
+
+    def _futile(self, ratios: Sequence[float]) -> Comparison:
+        ratio = math.exp(fmean(map(math.log, ratios[:_TRIED_PAIRS])))
+        reason = f"not faster in the first {_TRIED_PAIRS} pairs (ratio {ratio:.3f}), so it was not compared further"
+        return Comparison(
+            verdict="cannot tell", reason=reason, quantity="step", ratio=ratio, n=_TRIED_PAIRS, paired=True
+        )
 
     def _affordable(self, left: Sequence[Options], rounds: int) -> list[Options]:
         """The fastest of these, as many as the budget has room for."""
@@ -157,9 +166,14 @@ class ScriptLab(ScriptProcesses):
         """Pairs of processes, or earlier commands' records of them. [Note: the order]"""
         name = text_of_changes(self.changes(after))
         roles = self._roles(before, after, repeat)
+        if failed := next(filter(None, map(self._failed_one, roles)), None):
+            return failed
         left = [role for role in roles if self._name(*role) not in self._known]
         if left and (self._dry_run or self._is_spent(self._expected_s(len(left)))):
-            return self._cut_off(name, self._ratios(after) if self._is_in_rounds(before, after, repeat) else ())
+            in_rounds = self._is_in_rounds(before, after, repeat)
+            if in_rounds and self._is_futile(after):
+                return self._futile(self._ratios(after))
+            return self._cut_off(name, self._ratios(after) if in_rounds else ())
         ratios: list[float] = []
         times_s: tuple[list[float], list[float]] = ([], [])
         for part in (roles[: 2 * _TRIED_PAIRS], roles[2 * _TRIED_PAIRS :]):
@@ -170,24 +184,25 @@ class ScriptLab(ScriptProcesses):
                 pair = (second, first) if len(ratios) % 2 else (first, second)
                 for record, who in zip(pair, (_ORIGINAL, name), strict=True):
                     if record.failure is not None:
-                        return Comparison(verdict="cannot tell", reason=f"{who} failed: {record.failure.message}")
+                        return _failed(who, record)
                 for side, record in zip(times_s, pair, strict=True):
                     side.append(record.samples["step"].values[0])
                 ratios.append(times_s[1][-1] / times_s[0][-1])
                 if left:
                     self._say(f"{name}: pair {len(ratios)} of {self._pairs}: {ratios[-1]:.3f} of the original's time")
-            if len(ratios) == _TRIED_PAIRS and min(ratios) > 1 / (1 + _LEAST_GAIN):
-                ratio = math.exp(fmean(map(math.log, ratios)))
-                reason = (
-                    f"not faster in the first {_TRIED_PAIRS} pairs (ratio {ratio:.3f}), so it was not compared further"
-                )
-                return Comparison(
-                    verdict="cannot tell", reason=reason, quantity="step", ratio=ratio, n=_TRIED_PAIRS, paired=True
-                )
+            if len(ratios) == _TRIED_PAIRS and _none_gains(ratios):
+                return self._futile(ratios)
         a, b = (Samples(unit="s", values=tuple(values)) for values in times_s)
         comparison = replace(compare_samples(a, b, process_steps=(1, 1)), quantity="step", interleaving="rounds")
         self._say(f"{name}: {comparison.reason}")
         return comparison
+
+    def _failed_one(self, role: Role) -> Comparison | None:
+        """The end of a comparison of which a process is known to have failed."""
+        known = self._known.get(self._name(*role))
+        if known is None or known.failure is None:
+            return None
+        return _failed(text_of_changes(self.changes(role[0])) or _ORIGINAL, known)
 
     def _cut_off(self, name: str, ratios: Sequence[float]) -> Comparison | None:
         """A comparison of which the budget has ended the rounds, so that those of other changes count; None without any round."""
@@ -213,3 +228,12 @@ class ScriptLab(ScriptProcesses):
 
     def _is_in_rounds(self, before: Options, after: Options, repeat: int) -> bool:
         return repeat == 0 and not self.changes(before) and self.key_of(after) in self._in_rounds
+
+
+def _none_gains(ratios: Sequence[float]) -> bool:
+    return min(ratios) > 1 / (1 + _LEAST_GAIN)
+
+
+def _failed(who: str, record: Record) -> Comparison:
+    message = record.failure.message if record.failure is not None else ""
+    return Comparison(verdict="cannot tell", reason=f"{who} failed: {message}")

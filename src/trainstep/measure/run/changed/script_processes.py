@@ -82,7 +82,6 @@ class ScriptProcesses:
         """Names of the processes that earlier commands ran."""
         self._processes_s = [record.duration_s for record in self._known.values() if self._is_ours(record)]
         """Of processes that started together, each one's share of their time."""
-        self._ran = 0
 
     def comparison_s(self, _: Options) -> float:
         """About how many seconds a comparison takes."""
@@ -115,8 +114,8 @@ class ScriptProcesses:
         return bool(record.config.get("script") == self.command.record.config["script"])
 
     def _is_spent(self, next_s: float) -> bool:
-        """Whether so many seconds, and what is reserved, would end after the budget. The first process always runs."""
-        if self._budget_minutes is None or not self._ran:
+        """Whether so many seconds, and what is reserved, would end after the budget. The original's first process runs anyway."""
+        if self._budget_minutes is None:
             return False
         needed_s = next_s + self.reserved * self.comparison_s({})
         return bool(time.monotonic() - self._began_s + needed_s > self._budget_minutes * 60)
@@ -143,19 +142,18 @@ class ScriptProcesses:
         """Run processes that start together. Returns those that failed, whose records are kept only where they ran alone."""
         failed = []
         changes = [self.changes(options) for options, _ in roles]
-        began_s = time.monotonic()
+        began_s, began_at = time.monotonic(), _now()
         with tempfile.TemporaryDirectory(prefix="trainstep-") as folder:
             out = [Path(folder) / f"{place}.jsonl" for place in range(len(roles))]
             with closing(self._run(changes, out)) as ends:
                 for place, trouble, kind in ends:
-                    started_at = datetime.now(UTC).isoformat(timespec="seconds")
                     record = self._whole(Store(out[place]).finished(), trouble, kind, changes[place])
                     now_s = time.monotonic()
                     if record.failure is not None and len(roles) > 1:
                         failed.append(roles[place])
                     else:
-                        self._keep(record, roles[place], started_at, now_s - began_s)
-                    began_s = now_s
+                        self._keep(record, roles[place], began_at, now_s - began_s)
+                    began_s, began_at = now_s, _now()
         return failed
 
     def _keep(self, record: Record, role: Role, started_at: str, duration_s: float) -> None:
@@ -171,10 +169,12 @@ class ScriptProcesses:
         self.store.append(record)
         self._known[process] = record
         self._processes_s.append(record.duration_s)
-        self._ran += 1
 
     def _room(self) -> int:
-        """How many processes may live at once, by the memory that the first one took; one before that, and of several ranks."""
+        """How many processes may live at once, by the memory that the first one took; one before that, and of several ranks.
+
+        Half of the machine's memory is left to workers of loaders, which the first one's own does not count.
+        """
         first = next((record for record in self._known.values() if self._is_ours(record) and not record.failure), None)
         if first is None or self.command.ranks > 1:
             return 1
@@ -228,6 +228,10 @@ class ScriptProcesses:
             torchrun = ("--standalone", "--nproc-per-node", str(self.command.ranks), "-m", "trainstep")
             return python_command("torch.distributed.run", *torchrun, *words)
         return python_command("trainstep", *words)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _environment() -> dict[str, str]:

@@ -26,6 +26,8 @@ from typing import Any
 
 _LAST_BYTES = 8192
 _LOOK_EVERY_S = 0.2
+_GRACE_S = 10.0
+"""For torchrun to end its ranks, which have sessions of their own."""
 
 Command = Callable[[int | None], Sequence[str]]
 """The words of a command, given the descriptor of its turn; None for one that runs alone and need not wait."""
@@ -147,6 +149,10 @@ class _Started:
 
     def kill(self) -> None:
         """It, and what it left running."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_GRACE_S)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
