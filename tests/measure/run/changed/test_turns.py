@@ -117,6 +117,21 @@ def _is_in(pid: str, folder: Path) -> bool:
         return False
 
 
+def test_who_is_given_up_may_end_what_has_a_session_of_its_own(tmp_path: Path):
+    """As torchrun ends its ranks, when it is asked to end."""
+    text = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: (child.kill(), sys.exit(1)))
+open("started", "w").close()
+time.sleep(600)
+"""
+    ends = run(tmp_path, text, timeout_s=5)
+    assert (tmp_path / "started").exists()
+    assert ends == [(0, End(code=None, said="it printed nothing"))]
+    assert wait_until(lambda: not [pid for pid in os.listdir("/proc") if pid.isdecimal() and _is_in(pid, tmp_path)], 10)
+
+
 def test_a_number_that_is_no_socket_is_refused():
     with pytest.raises(ValueError, match="turn: 0 is no socket"):
         Turn(0)
