@@ -76,7 +76,7 @@ def run(
 
         trainstep run train.py --lr 3e-4
 
-        trainstep run -m my_package.train --config small.yaml
+        trainstep run --inspect-every 100 --page report.html -m my_package.train --config small.yaml
 
         torchrun --nproc-per-node 2 -m trainstep run train.py
 

@@ -177,7 +177,7 @@ def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
     assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
     assert lab.cut_off == []
     cut = lab.compare({}, {"workers": "4"}, 0)
-    assert (cut.verdict, cut.reason) == ("cannot tell", "the budget had room for 2 of 6 rounds")
+    assert (cut.verdict, cut.reason) == ("cannot tell", "the budget had room for 2 of 6 rounds (ratio 0.700)")
     assert cut.ratio == pytest.approx(0.7)
     assert lab.cut_off == ["workers=4"]
 

@@ -36,6 +36,7 @@ _TRIED_PAIRS = 2
 _LEAST_GAIN = 0.02
 """[Note: futility]"""
 _ORIGINAL = "the original"
+_FUTILE = f"not faster in the first {_TRIED_PAIRS} pairs, so it was not compared further"
 
 
 class ScriptLab(ScriptProcesses):
@@ -127,13 +128,6 @@ class ScriptLab(ScriptProcesses):
         ratios = self._ratios(options)[:_TRIED_PAIRS]
         return len(ratios) == _TRIED_PAIRS and _none_gains(ratios)
 
-    def _futile(self, ratios: Sequence[float]) -> Comparison:
-        ratio = math.exp(fmean(map(math.log, ratios[:_TRIED_PAIRS])))
-        reason = f"not faster in the first {_TRIED_PAIRS} pairs (ratio {ratio:.3f}), so it was not compared further"
-        return Comparison(
-            verdict="cannot tell", reason=reason, quantity="step", ratio=ratio, n=_TRIED_PAIRS, paired=True
-        )
-
     def _affordable(self, left: Sequence[Options], rounds: int) -> list[Options]:
         """The fastest of these, as many as the budget has room for."""
         best = sorted(left, key=lambda options: fmean(self._ratios(options) or [1.0]))
@@ -166,13 +160,13 @@ class ScriptLab(ScriptProcesses):
         """Pairs of processes, or earlier commands' records of them. [Note: the order]"""
         name = text_of_changes(self.changes(after))
         roles = self._roles(before, after, repeat)
-        if failed := next(filter(None, map(self._failed_one, roles)), None):
+        if failed := self._failure_in(roles):
             return failed
         left = [role for role in roles if self._name(*role) not in self._known]
         if left and (self._dry_run or self._is_spent(self._expected_s(len(left)))):
             in_rounds = self._is_in_rounds(before, after, repeat)
             if in_rounds and self._is_futile(after):
-                return self._futile(self._ratios(after))
+                return _ended(_FUTILE, self._ratios(after)[:_TRIED_PAIRS])
             return self._cut_off(name, self._ratios(after) if in_rounds else ())
         ratios: list[float] = []
         times_s: tuple[list[float], list[float]] = ([], [])
@@ -180,43 +174,40 @@ class ScriptLab(ScriptProcesses):
             records = self._processes(part, counts=False)
             if records is None:
                 return None
+            if failed := self._failure_in(part):
+                return failed
             for first, second in zip(records[::2], records[1::2], strict=True):
                 pair = (second, first) if len(ratios) % 2 else (first, second)
-                for record, who in zip(pair, (_ORIGINAL, name), strict=True):
-                    if record.failure is not None:
-                        return _failed(who, record)
                 for side, record in zip(times_s, pair, strict=True):
                     side.append(record.samples["step"].values[0])
                 ratios.append(times_s[1][-1] / times_s[0][-1])
                 if left:
                     self._say(f"{name}: pair {len(ratios)} of {self._pairs}: {ratios[-1]:.3f} of the original's time")
             if len(ratios) == _TRIED_PAIRS and _none_gains(ratios):
-                return self._futile(ratios)
+                return _ended(_FUTILE, ratios)
         a, b = (Samples(unit="s", values=tuple(values)) for values in times_s)
         comparison = replace(compare_samples(a, b, process_steps=(1, 1)), quantity="step", interleaving="rounds")
         self._say(f"{name}: {comparison.reason}")
         return comparison
 
-    def _failed_one(self, role: Role) -> Comparison | None:
-        """The end of a comparison of which a process is known to have failed."""
-        known = self._known.get(self._name(*role))
-        if known is None or known.failure is None:
-            return None
-        return _failed(text_of_changes(self.changes(role[0])) or _ORIGINAL, known)
+    def _failure_in(self, roles: Sequence[Role]) -> Comparison | None:
+        """The end of a comparison of which a process is known to have failed; None if none has."""
+        for options, role in roles:
+            known = self._known.get(self._name(options, role))
+            if known is not None and known.failure is not None:
+                who = text_of_changes(self.changes(options)) or _ORIGINAL
+                return Comparison(verdict="cannot tell", reason=f"{who} failed: {known.failure.message}")
+        return None
 
     def _cut_off(self, name: str, ratios: Sequence[float]) -> Comparison | None:
         """A comparison of which the budget has ended the rounds, so that those of other changes count; None without any round."""
         if not ratios or self._dry_run:
             return None
         self.cut_off.append(name)
-        reason = f"the budget had room for {len(ratios)} of {self._pairs} rounds"
-        ratio = math.exp(fmean(map(math.log, ratios)))
-        return Comparison(
-            verdict="cannot tell", reason=reason, quantity="step", ratio=ratio, n=len(ratios), paired=True
-        )
+        return _ended(f"the budget had room for {len(ratios)} of {self._pairs} rounds", ratios)
 
     def _roles(self, before: Options, after: Options, repeat: int) -> list[Role]:
-        """Of a comparison's processes, in their order. [Note: the order]"""
+        """The processes of a comparison, in their order. [Note: the order]"""
         pairs: list[Role] = []
         own = f"{self.key_of(before)} {self.key_of(after)} {repeat}"
         in_rounds = self._is_in_rounds(before, after, repeat)
@@ -234,6 +225,14 @@ def _none_gains(ratios: Sequence[float]) -> bool:
     return min(ratios) > 1 / (1 + _LEAST_GAIN)
 
 
-def _failed(who: str, record: Record) -> Comparison:
-    message = record.failure.message if record.failure is not None else ""
-    return Comparison(verdict="cannot tell", reason=f"{who} failed: {message}")
+def _ended(reason: str, ratios: Sequence[float]) -> Comparison:
+    """A comparison that ended before it had all of its pairs."""
+    ratio = math.exp(fmean(map(math.log, ratios)))
+    return Comparison(
+        verdict="cannot tell",
+        reason=f"{reason} (ratio {ratio:.3f})",
+        quantity="step",
+        ratio=ratio,
+        n=len(ratios),
+        paired=True,
+    )

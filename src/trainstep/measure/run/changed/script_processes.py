@@ -157,7 +157,7 @@ class ScriptProcesses:
         return failed
 
     def _keep(self, record: Record, role: Role, started_at: str, duration_s: float) -> None:
-        """Write a process's record. `duration_s`: its share of the time that those took which started together."""
+        """Write a process's record. `duration_s`: its share of the group's time."""
         process = self._name(*role)
         record = replace(
             record,
@@ -205,10 +205,7 @@ class ScriptProcesses:
         return replace(last, config=config, samples=kept, tables=losses)
 
     def _run(self, changes: Sequence[Mapping[str, str]], out: Sequence[Path]) -> Generator[tuple[int, str, str]]:
-        """Run the script to its last step with each of the changes: place, what went wrong and its kind; both empty if nothing did.
-
-        [Note: the order]
-        """
+        """Run the script with each of the changes. For each, as it ends: its place, what went wrong, its kind; or empty words."""
         commands = [partial(self._words, each, path) for each, path in zip(changes, out, strict=True)]
         ends = in_turn(commands, folder=self.command.folder, environment=_environment(), timeout_s=self._timeout_s)
         for place, end in ends:

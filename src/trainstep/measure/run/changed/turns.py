@@ -44,7 +44,7 @@ class Turn:
             raise ValueError(f"turn: {descriptor} is no socket ({error.strerror}); only a proof gives this") from None
 
     def wait(self) -> bool:
-        """Wait for the turn, the workers of loaders too. False where the process that started this one is gone."""
+        """Wait for the turn, with the workers of loaders stopped. False where the process that started this one is gone."""
         with self._socket, _stopped(multiprocessing.active_children()), suppress(OSError):
             self._socket.sendall(b".")
             return bool(self._socket.recv(1))
@@ -122,7 +122,7 @@ class _Started:
         return not self.is_ready and self.process.poll() is None
 
     def hear(self) -> None:
-        """Take its word, if it is not the end of the connection, which its own end follows."""
+        """Read whether it is ready. At the end of the connection nothing comes, and the process is about to end."""
         with suppress(OSError):
             self.is_ready = bool(self.socket and self.socket.recv(1))
         if not self.is_ready:
