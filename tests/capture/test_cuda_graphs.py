@@ -34,6 +34,8 @@ class FakeCuda:
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        clear = "_cuda_clearCublasWorkspaces"  # which a torch without CUDA does not have
+        monkeypatch.setattr(torch._C, clear, lambda: self.calls.append("clear workspaces"), raising=False)
 
     def set_sync_debug_mode(self, mode: Any) -> None:
         warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
@@ -103,7 +105,7 @@ def test_a_capture_and_its_launches_run_in_order(cuda: FakeCuda):
     launch(lambda label, event: marks.append(label))
     launch(lambda label, event: marks.append(label))
     assert cuda.calls == [
-        *("generator mine", "synchronize", "empty_cache"),
+        *("generator mine", "synchronize", "clear workspaces", "empty_cache"),
         *("begin on capture, thread_local", "run on capture", "event", "end", "launch", "launch"),
     ]
     assert marks == ["forward", "forward"]
@@ -144,6 +146,35 @@ def test_forgotten_graphs_leave_their_pool(cuda: FakeCuda):
     graphs.forget()
     assert graphs._pool != before
     assert cuda.calls == ["synchronize"]
+
+
+def test_workspaces_are_made_anew_for_each_pool_and_not_for_each_graph(cuda: FakeCuda):
+    graphs = CudaGraphs(torch.device("cuda"))
+    cleared = []
+    for _ in range(2):
+        for _ in range(2):
+            graphs.record(lambda: None, lambda *_: None)
+            cleared.append(cuda.calls.count("clear workspaces"))
+        graphs.forget()
+    assert cleared == [1, 1, 2, 2]
+
+
+@pytest.mark.gpu
+def test_a_launch_survives_that_somebody_clears_the_workspaces_of_cublas():
+    graphs = CudaGraphs(torch.device("cuda"))
+    # Few rows and columns and a long sum: cuBLAS splits it, and keeps the parts in its workspace
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((64, 65_536), (65_536, 64)))
+    with graphs.eager():
+        expected = a @ b
+    launch, result = graphs.record(lambda: a @ b, lambda *_: None)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.zeros(2**20, device="cuda") for _ in range(64)]  # they take what was given back
+    for _ in range(3):
+        launch(lambda *_: None)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(result, expected, rtol=2**-7, atol=0.5)
+    assert not any(bool(other.any()) for other in others)
 
 
 def wait_twice(cuda: FakeCuda) -> None:

@@ -68,6 +68,28 @@ def test_a_script_is_stopped_with_its_losses_and_what_was_not_applied(tmp_path: 
     assert len(record.tables["losses"]["loss"]) == 5
 
 
+HOLDS = """
+import atexit
+import multiprocessing
+import torch
+
+atexit.register(lambda: print("workers:", len(multiprocessing.active_children())))
+data = torch.utils.data.TensorDataset(torch.randn(2000, 4))
+batches = iter(torch.utils.data.DataLoader(data, batch_size=2, num_workers=2))  # held until Python ends
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (batch,) in batches:
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_workers_of_a_stopped_script_have_ended_before_python_ends(tmp_path: Path):
+    (tmp_path / "train.py").write_text(HOLDS)
+    done = watched(tmp_path, "--stop-after", "5", "--no-page", "--inspect-every", "0", "train.py")
+    assert (done.returncode, done.stdout) == (0, "workers: 0\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

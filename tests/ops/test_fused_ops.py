@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interpreter import in_the_interpreter
 from kernel_checks import check_compiled, oldest_triton
@@ -51,6 +52,25 @@ def test_operators_pass_torchs_checks_in_the_interpreter():
 @pytest.mark.parametrize("name", FILES)
 def test_all_cases_pass_in_the_interpreter(name: str):
     assert in_the_interpreter(f"tests/ops/test_{name}.py") >= FILES[name]
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise AssertionError("an argument was written out")
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_an_old_inductor_writes_out_no_arguments_of_an_operator(monkeypatch: pytest.MonkeyPatch, is_old: bool):
+    issue = pytest.importorskip("torch._inductor.exc").OperatorIssue
+    written = issue.operator_str
+    monkeypatch.setattr(issue, "operator_str", staticmethod(written))  # undoes what follows
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130" if is_old else "2.13.0"))
+    with FakeTensorMode():
+        x = torch.empty(4, 8, dtype=torch.bfloat16)
+        torch.ops.trainstep.swiglu(x)
+    assert (issue.operator_str is written) is not is_old
+    if is_old:
+        assert issue.operator_str("trainstep.swiglu", [Unprintable()], {}) == "  target: trainstep.swiglu"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, from the test above")

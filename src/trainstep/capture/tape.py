@@ -10,6 +10,11 @@ or a user's extension computes, because torch's dispatcher does not call their c
 gradient on the stream on which the accumulating node was made. If some of these were made on the default stream, backward
 would wait for that stream inside the capture, which CUDA refuses (Megatron-LM#6021, vLLM#29207). So everything before a
 capture runs on the capture's stream: `eager()`.
+
+[Note: workspaces] cuBLAS has a workspace for each stream and thread, which the warm-ups made in ordinary memory, and whose address
+a graph keeps. Whoever clears workspaces, as torch.compile's own graphs do around each of theirs, would free it, and launches
+would write into memory that has another owner or none. So it is cleared before a pool's first capture: the capture then makes one
+in the graphs' pool, which stays as long as they do.
 """
 
 import gc
@@ -215,6 +220,7 @@ class CudaGraphs:
         self._generators = generators
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._has_workspaces = False
         self._marks: list[tuple[Any, torch.cuda.Event]] = []
 
     @contextmanager
@@ -241,6 +247,9 @@ class CudaGraphs:
             graph.register_generator_state(generator)
         gc.collect()
         torch.cuda.synchronize(self._device)
+        if not self._has_workspaces:
+            torch._C._cuda_clearCublasWorkspaces()  # [Note: workspaces]
+            self._has_workspaces = True
         torch.cuda.empty_cache()  # the graph cannot use the memory that earlier steps left cached on this stream
         self._marks = []
         gc_was_enabled = gc.isenabled()
@@ -270,6 +279,7 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device)
         # A pool without graphs takes no new graph while a gradient still lies in it.
         self._pool = torch.cuda.graph_pool_handle()
+        self._has_workspaces = False
 
     def pool_bytes(self, *, unused: bool = False) -> int:
         """Bytes of the device in the graphs' pool; with `unused`, those of them that no tensor has now."""

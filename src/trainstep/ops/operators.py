@@ -10,6 +10,7 @@ An operator here launches Triton kernels on any device that has_kernel admits. T
 first and take ops/reference.py, with torch's own autograd, where there is no kernel.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -45,7 +46,7 @@ def define(
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"trainstep::{name}", fake, lib=_library)
+    torch.library.register_fake(f"trainstep::{name}", _traced(fake), lib=_library)
     overload = getattr(torch.ops.trainstep, name).default
 
     def below_autograd(*arguments: Any) -> Any:
@@ -66,6 +67,27 @@ def define(
 
     call.__name__ = name
     return call
+
+
+def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """`fake`, which torch.compile calls while it traces, before Inductor meets the operator.
+
+    For a line of its log, whether or not anybody reads it, Inductor before torch 2.13 writes out what each argument is made of, and
+    what that is made of, once for every path through the graph: of twelve residual blocks in one graph, minutes. There it
+    is told to name the operator alone.
+    """
+
+    def call(*arguments: Any) -> Any:
+        names = sys.modules.get("torch._inductor.exc")
+        if names is not None and torch.__version__ < "2.13":
+            names.OperatorIssue.operator_str = staticmethod(_name_alone)
+        return fake(*arguments)
+
+    return call
+
+
+def _name_alone(target: Any, _args: Any, _kwargs: Any) -> str:
+    return f"  target: {target}"
 
 
 def _with_gradient(

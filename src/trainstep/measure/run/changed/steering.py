@@ -18,13 +18,17 @@ the run ends. They are those of rank 0, and of a gradient scaler's scaled loss. 
 are none.
 """
 
+import atexit
 import functools
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils.data import dataloader
 
 from trainstep.config.script import text_of_changes
 from trainstep.measure.run.changed.applied import Applied
@@ -97,6 +101,8 @@ class Steering:
         if steps >= self._stop_after:
             if self._began_s is not None and self._timed_s is None:
                 self._timed_s = _idle_s() - self._began_s
+            if not self._stopped:
+                atexit.register(_end_workers)
             self._stopped = True
             raise StoppedAfter(steps)
 
@@ -148,3 +154,14 @@ def _idle_s() -> float:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def _end_workers() -> None:
+    """End the workers of loaders whose iterators are still held somewhere, as a script's own variables are until Python ends.
+
+    torch does so when an iterator is forgotten. Of one that never is, it waits five seconds for each worker, if memory is pinned.
+    """
+    for thing in gc.get_objects():
+        if issubclass(type(thing), dataloader._MultiProcessingDataLoaderIter):
+            with suppress(Exception):  # the process ends, whatever state a loader is in
+                thing._shutdown_workers()
