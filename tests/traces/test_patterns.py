@@ -88,6 +88,17 @@ def test_slices_that_are_put_together_again_are_found_with_their_backward(seen):
     assert sum(table["ranges"]) > 50, "backward's ops are among them"
 
 
+def test_a_batch_of_samples_has_nothing_of_the_models_backward(seen):
+    samples, weight = torch.randn(16, 64, 64), torch.randn(64, 64, requires_grad=True)
+
+    def step() -> None:
+        batch = torch.stack([samples[index] for index in range(16)])
+        (batch @ weight).exp().sum().backward()
+
+    table = seen(step)
+    assert (table["pattern"], table["phase"]) == ([SLICES], ["forward"])
+
+
 def test_a_loop_over_rows_is_found(seen):
     x = torch.randn(12, 64)
     table = seen(lambda: torch.stack([x[row].exp().mul(2.0) for row in range(12)]))

@@ -277,6 +277,7 @@ FACTS: Mapping[str, FactKind] = {
     "timed_s": FactKind("s", float, "time of that window"),
     "script_precision": FactKind("", str, "autocast's dtype, else the weights', else that of fp32 matmuls"),
     "process": FactKind("", str, "which fresh process of a proof the record is of"),
+    "turn": FactKind("count", int, "of a proof's processes that started together: those whose windows came before"),
     "own_profiler": FactKind("", bool, "the script started torch's profiler itself, after which no step was inspected"),
     "ending": FactKind("", str, "how the script ended; a run without it was killed, or still goes on"),
     "ending_part": FactKind("", str, "part of the step in which the script ended"),

@@ -12,7 +12,9 @@ attention  scores = a batched matmul, then a softmax over its last dimension: al
 optimizer  an Adam (`addcdiv_`) of one tensor after the other, as foreach on a CPU is too. At least: a pass over parameter,
            gradient and two moments, 28 bytes an element.
 slices     the same few ops at least 8 times in a row, on slices that a split made or that are put together again. At least:
-           the same elements in one op. Backward's part is found by autograd's sequence numbers.
+           the same elements in one op. Backward's part is found by autograd's sequence numbers. [Note: numbers] An op's number
+           is that of the next gradient function, which an op without a gradient does not make: several ops have one number,
+           and the function is the last one's. A batch that is put together of 16 samples has the number of the model's first op.
 precision  matmuls of fp32 tensors on a GPU.
 
 Time on a device is that of the kernels that an op launches, and `gap_s` what the device waited before them; without a device it
@@ -234,9 +236,12 @@ class _Reader:
             if opened.backward and opened.name.startswith("autograd::engine::evaluate_function"):
                 backward.setdefault(opened.sequence, []).append(opened)
         for nesting in self._nestings:
+            forward = [opened for opened in nesting.ranges if not opened.annotation and not opened.backward]
+            made_at_ns = {opened.sequence: opened.start_ns for opened in sorted(forward, key=lambda op: op.start_ns)}
             for run, repeats in _runs(self._outer(nesting)):
                 sequences = {opened.sequence for opened in self._within(nesting, run) if opened.sequence >= 0}
-                own = [opened for number in sequences for opened in backward.get(number, ())]
+                makers = [number for number in sequences if made_at_ns[number] < run[-1].end_ns]  # [Note: numbers]
+                own = [opened for number in makers for opened in backward.get(number, ())]
                 for opened in (*run, *own):
                     phase = self._phases[id(opened)]
                     costs[phase] = costs.get(phase, _NOTHING) + self._whole[id(opened)]

@@ -244,7 +244,7 @@ def measure(
 
 def _progress_words(lab: "Lab | ScriptLab", place: int, of: int, candidate: Candidate) -> str:
     """`[2/6] capture step; about 3 min left`: more on a noisy machine; the last is all changes together."""
-    left_s = (of - place + 1) * (lab.trial_s(lab.start) + lab.comparison_s(lab.start))
+    left_s = lab.left_s(of - place + 1)
     return f"[{place}/{of}] {candidate.name}; about {span_words(left_s)} left"
 
 

@@ -122,6 +122,10 @@ class Lab:
             return fmean(self._trials_s)
         return expected_time(self._trial_cell(options), earlier_durations([self.store.path, RUNS])).seconds
 
+    def left_s(self, changes: int) -> float:
+        """About how many seconds so many changes of the start take."""
+        return changes * (self.trial_s(self.start) + self.comparison_s(self.start))
+
     def comparison_s(self, options: Options) -> float:
         """About how many seconds a comparison takes; before the first, a trial for each set of processes: both start at once."""
         if self._comparisons_s:

@@ -90,7 +90,7 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
     assert lab.started[6] == "gc=off", "what failed beside others runs again alone, and has no second round"
     assert lab.started[7:10] == ["workers=3", "workers=2", ""], "in the opposite order"
     assert lab.started[10:] == ["", "workers=2", "workers=2", ""] * 2, "workers=3 was not faster in two rounds"
-    assert lab.groups == [1, 5, 1, 3, 2, 2, 2, 2]
+    assert lab.groups == [1, 5, 1, 3, 8], "four rounds of two start together"
     count = len(lab.started)
     assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
     assert "not faster in the first 2 pairs" in lab.compare({}, {"workers": "3"}, 0).reason
@@ -98,7 +98,20 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
     assert len(lab.started) == count, "nothing was measured again"
     lab.compare({}, {"workers": "2"}, 1)
     assert len(lab.started) == count + 12, "a second comparison has an original of its own"
+    assert lab.groups[5:] == [10, 2], "and nothing in it is given up early, so that as many as have room start together"
     assert lab.said[0].startswith("round 1 of 6: workers=2 0.500, workers=3 1.000 of")
+
+
+def test_a_group_costs_one_start_and_its_turns(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab._starts_s = [50.0]
+    assert lab.comparison_s({}) == 2 * 1.5 * 50, "twelve processes in two groups, of which no turn is known"
+    lab._turns_s = [4.0, 6.0]
+    assert lab.comparison_s({}) == 2 * 50 + 10 * 5
+    lab.measure_in_rounds([{"workers": "2"}])
+    again = FakeLab(tmp_path, steady)
+    assert (len(again._starts_s), len(again._turns_s)) == (len(lab.groups), len(lab.started) - len(lab.groups))
 
 
 def test_a_round_that_was_killed_begins_anew_with_its_original(tmp_path: Path):

@@ -7,7 +7,8 @@
 
 The callbacks of plan/trials.py for a script, on processes that run once (script_processes.py).
 
-[Note: the order] In a round the original and each change have a window; the next round has the opposite order. A change's pairs are
+[Note: the order] In a round the original and each change have a window; the next round has the opposite order. After the first two,
+of which the changes that help are left, as many rounds start together as there is room for processes. A change's pairs are
 its windows with the original's in the same rounds, which all changes share. A round that a killed command left begins a new attempt
 for the changes that lack it, with the original again, so that a pair is never of two commands. A comparison outside the rounds has
 the order a b b a a b b a. The interval is Student's over the pairs, as of every comparison of fresh processes (records/compare.py).
@@ -68,22 +69,32 @@ class ScriptLab(ScriptProcesses):
         [Note: the order] In the end the budget keeps room for one comparison: of all that helped, together.
         """
         self._in_rounds = {self.key_of(options): options for options in tried}
-        left = list(tried)
-        for pair in range(self._pairs):
+        left, pair = list(tried), 0
+        while pair < self._pairs:
+            together = 1
             if pair >= _TRIED_PAIRS:
                 left = self._affordable(
                     [options for options in left if not self._is_futile(options)], self._pairs - pair
                 )
+                together = max(1, min(self._room() // (1 + len(left)), self._pairs - pair))
             if not left:
                 return
-            lacking = [options for options in left if not self._has_round(options, pair)]
-            attempt = self._next_attempt(pair)
-            roles = [self._of_round(options, pair, attempt) for options in (self.start, *lacking)] if lacking else []
-            if self._processes(roles[::-1] if pair % 2 else roles, self.comparison_s({})) is None:
+            pairs = range(pair, pair + together)
+            roles = [role for each in pairs for role in self._lacking(left, each)]
+            if self._processes(roles, self.comparison_s({})) is None:
                 return
             left = [options for options in left if not self._trouble(options) and self._ratios(options)]
-            if lacking:
-                self._say(f"round {pair + 1} of {self._pairs}: {self._ratio_words(left)}")
+            if roles:
+                for each in pairs:
+                    self._say(f"round {each + 1} of {self._pairs}: {self._ratio_words(left, each)}")
+            pair += together
+
+    def _lacking(self, left: Sequence[Options], pair: int) -> list[Role]:
+        """What a round of these still needs: the original, and each that has no pair yet. [Note: the order]"""
+        lacking = [options for options in left if not self._has_round(options, pair)]
+        attempt = self._next_attempt(pair)
+        roles = [self._of_round(options, pair, attempt) for options in (self.start, *lacking)] if lacking else []
+        return roles[::-1] if pair % 2 else roles
 
     def _trouble(self, options: Options) -> str:
         tried = self.trial(options, 0)
@@ -135,8 +146,13 @@ class ScriptLab(ScriptProcesses):
             best.pop()
         return [options for options in left if options in best]
 
-    def _ratio_words(self, left: Sequence[Options]) -> str:
-        words = [f"{text_of_changes(self.changes(options))} {self._ratios(options)[-1]:.3f}" for options in left]
+    def _ratio_words(self, left: Sequence[Options], pair: int) -> str:
+        known = [(options, self._ratios(options)) for options in left]
+        words = [
+            f"{text_of_changes(self.changes(options))} {ratios[pair]:.3f}"
+            for options, ratios in known
+            if len(ratios) > pair
+        ]
         return f"{', '.join(words) or 'no change'} of the original's time"
 
     def trial(self, options: Options, repeat: int) -> Trial | None:
@@ -170,7 +186,8 @@ class ScriptLab(ScriptProcesses):
             return self._cut_off(name, self._ratios(after) if in_rounds else ())
         ratios: list[float] = []
         times_s: tuple[list[float], list[float]] = ([], [])
-        for part in (roles[: 2 * _TRIED_PAIRS], roles[2 * _TRIED_PAIRS :]):
+        tried = 0 if repeat else 2 * _TRIED_PAIRS  # what helped once is not given up early: all start together
+        for part in (roles[:tried], roles[tried:]):
             records = self._processes(part, counts=False)
             if records is None:
                 return None
@@ -183,7 +200,7 @@ class ScriptLab(ScriptProcesses):
                 ratios.append(times_s[1][-1] / times_s[0][-1])
                 if left:
                     self._say(f"{name}: pair {len(ratios)} of {self._pairs}: {ratios[-1]:.3f} of the original's time")
-            if len(ratios) == _TRIED_PAIRS and _none_gains(ratios):
+            if tried and len(ratios) == _TRIED_PAIRS and _none_gains(ratios):
                 return _ended(_FUTILE, ratios)
         a, b = (Samples(unit="s", values=tuple(values)) for values in times_s)
         comparison = replace(compare_samples(a, b, process_steps=(1, 1)), quantity="step", interleaving="rounds")

@@ -34,8 +34,6 @@ from trainstep.records.store import Store
 
 _FIRST_S = 30.0
 """Seconds that a process is thought to take before one has ended."""
-_FEW = 2
-"""Processes after which their mean tells how long one takes: the first one's imports and compilations are the slowest."""
 _TOGETHER = 1.5
 """Processes that start together take this many times as long as the first one, by a guess."""
 _MOST_TOGETHER = 10
@@ -80,8 +78,13 @@ class ScriptProcesses:
         self._known = {str(record.fact("process")): record for record in done if record.fact("process")}
         self._earlier = set(self._known)
         """Names of the processes that earlier commands ran."""
-        self._processes_s = [record.duration_s for record in self._known.values() if self._is_ours(record)]
-        """Of processes that started together, each one's share of their time."""
+        self._starts_s: list[float] = []
+        """Of processes that started together, the first one's share of their time: all start in it."""
+        self._turns_s: list[float] = []
+        """The others' shares."""
+        for record in self._known.values():
+            if self._is_ours(record):
+                self._note_time(record)
 
     def comparison_s(self, _: Options) -> float:
         """About how many seconds a comparison takes."""
@@ -99,13 +102,21 @@ class ScriptProcesses:
 
     def trial_s(self, _: Options) -> float:
         """About how many seconds a process takes."""
-        return fmean(self._processes_s) if self._processes_s else _FIRST_S
+        return fmean(self._starts_s) if self._starts_s else _FIRST_S
+
+    def left_s(self, _: int) -> float:
+        """About how many seconds are left: the changes have had their rounds, and the comparison of all together is to come."""
+        return self.comparison_s({})
 
     def _expected_s(self, processes: int) -> float:
         """About how many seconds these take, as many as have room together."""
-        if len(self._processes_s) > _FEW:
-            return processes * self.trial_s({})
-        return math.ceil(processes / self._room()) * _TOGETHER * self.trial_s({})
+        groups = math.ceil(processes / self._room())
+        if not self._turns_s:
+            return groups * (_TOGETHER if processes > groups else 1.0) * self.trial_s({})
+        return groups * self.trial_s({}) + (processes - groups) * fmean(self._turns_s)
+
+    def _note_time(self, record: Record) -> None:
+        (self._turns_s if record.fact("turn") else self._starts_s).append(record.duration_s)
 
     def _name(self, options: Options, role: str) -> str:
         return f"{self.key_of(options)} {role}"
@@ -152,23 +163,23 @@ class ScriptProcesses:
                     if record.failure is not None and len(roles) > 1:
                         failed.append(roles[place])
                     else:
-                        self._keep(record, roles[place], began_at, now_s - began_s)
+                        self._keep(record, roles[place], place, began_at, now_s - began_s)
                     began_s, began_at = now_s, _now()
         return failed
 
-    def _keep(self, record: Record, role: Role, started_at: str, duration_s: float) -> None:
-        """Write a process's record. `duration_s`: its share of the group's time."""
+    def _keep(self, record: Record, role: Role, turn: int, started_at: str, duration_s: float) -> None:
+        """Write a process's record. `turn`: its place among those that started together; `duration_s`: its share of their time."""
         process = self._name(*role)
         record = replace(
             record,
             key=self.key_of(role[0]),
             started_at=started_at,
             duration_s=round(duration_s, 3),
-            facts={**record.facts, **facts_of(process=process, **self._facts)},
+            facts={**record.facts, **facts_of(process=process, turn=turn, **self._facts)},
         )
         self.store.append(record)
         self._known[process] = record
-        self._processes_s.append(record.duration_s)
+        self._note_time(record)
 
     def _room(self) -> int:
         """How many processes may live at once, by the memory that the first one took; one before that, and of several ranks.
