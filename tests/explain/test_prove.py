@@ -184,6 +184,22 @@ def test_a_changed_loss_is_not_compared():
     assert proof.singles[0].step.apart == pytest.approx(3e-3, rel=0.1)
 
 
+def test_losses_are_held_to_the_nearest_of_the_starts_runs(monkeypatch: pytest.MonkeyPatch):
+    """Runs of a step that adds in no fixed order may be further apart than is allowed; a wrong loss is far from all."""
+    far, near = (tuple(loss * (1 + share) for loss in LOSSES) for share in (3e-4, 3.005e-4))
+    wrong = tuple(loss * 1.05 for loss in LOSSES)
+    lab = Lab({"step": 0.5})
+    lab.losses = {"step": near}
+    assert not lab.run(CAPTURE).helped, "the other run is not known"
+    alone = Lab.trial
+    monkeypatch.setattr(
+        Lab, "trial", lambda self, options, repeat: replace(alone(self, options, repeat), others=(far,))
+    )
+    assert lab.run(CAPTURE).helped
+    lab.losses = {"step": wrong}
+    assert lab.run(CAPTURE).singles[0].step.word == "another loss"
+
+
 def test_another_batch_has_other_losses_and_what_joins_it_is_held_to_these():
     lab = Lab({8: 0.5, "block": 0.8})
     lab.losses = {8: (3.0, 2.0, 1.0)}

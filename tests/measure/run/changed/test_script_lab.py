@@ -102,6 +102,15 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
     assert lab.said[0].startswith("round 1 of 6: workers=2 0.500, workers=3 1.000 of")
 
 
+def test_a_trial_tells_the_losses_of_all_other_runs_of_the_same(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab.measure_in_rounds([{"workers": "2"}])
+    first = lab.trial({}, 0)
+    assert (first.losses, first.others) == ((2.0, 1.0), ((2.0, 1.0),) * 6)
+    assert len(lab.trial({"workers": "2"}, 0).others) == 5
+
+
 def test_a_group_costs_one_start_and_its_turns(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     lab.first()

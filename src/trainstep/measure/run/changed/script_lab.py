@@ -169,8 +169,9 @@ class ScriptLab(ScriptProcesses):
             return Trial(failure_kind="not applied", phase="build", message=f"it found nothing to change: {why}")
         if "compile" in self.changes(options) and not record.fact("compiled_graphs"):
             return Trial(failure_kind="not applied", phase="build", message="torch.compile found nothing to compile")
-        losses = tuple(record.tables["losses"]["loss"]) if "losses" in record.tables else ()
-        return Trial(losses=losses, step_s=record.samples["step"].values[0])
+        alike = [known for known in self._known.values() if known.key == record.key and known is not record]
+        others = tuple(losses for losses in map(_losses, alike) if losses and None not in losses)
+        return Trial(losses=_losses(record), others=others, step_s=record.samples["step"].values[0])
 
     def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
         """Pairs of processes, or earlier commands' records of them. [Note: the order]"""
@@ -236,6 +237,10 @@ class ScriptLab(ScriptProcesses):
 
     def _is_in_rounds(self, before: Options, after: Options, repeat: int) -> bool:
         return repeat == 0 and not self.changes(before) and self.key_of(after) in self._in_rounds
+
+
+def _losses(record: Record) -> tuple[Any, ...]:
+    return tuple(record.tables["losses"]["loss"]) if "losses" in record.tables else ()
 
 
 def _none_gains(ratios: Sequence[float]) -> bool:
