@@ -102,6 +102,17 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
     assert lab.said[0].startswith("round 1 of 6: workers=2 0.500, workers=3 1.000 of")
 
 
+def test_a_round_takes_as_many_changes_as_the_budget_has_room_for(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady, budget_minutes=5)
+    lab.first()
+    lab._starts_s, lab._turns_s = [50.0], [30.0]  # the last comparison: 2 * 50 + 10 * 30 s
+    lab._began_s -= (
+        300 - 400 - 120
+    )  # 520 s are left, and 120 of them for a round: the original and three changes cost 140
+    lab.measure_in_rounds([{"workers": "2"}, {"workers": "4"}, {"workers": "8"}])
+    assert lab.started[1:4] == ["", "workers=2", "workers=4"], "those that come first"
+
+
 def test_a_trial_tells_the_losses_of_all_other_runs_of_the_same(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     lab.first()
@@ -115,9 +126,11 @@ def test_a_group_costs_one_start_and_its_turns(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     lab.first()
     lab._starts_s = [50.0]
-    assert lab.comparison_s({}) == 2 * 1.5 * 50, "twelve processes in two groups, of which no turn is known"
-    lab._turns_s = [4.0, 6.0]
-    assert lab.comparison_s({}) == 2 * 50 + 10 * 5
+    assert lab.comparison_s({}) == 2 * 50 + 10 * 5, (
+        "twelve processes in two groups; a turn is a tenth of a start, by a guess"
+    )
+    lab._turns_s = [2.0, 4.0]
+    assert lab.comparison_s({}) == 2 * 50 + 10 * 3
     lab.measure_in_rounds([{"workers": "2"}])
     again = FakeLab(tmp_path, steady)
     assert (len(again._starts_s), len(again._turns_s)) == (len(lab.groups), len(lab.started) - len(lab.groups))
@@ -191,7 +204,7 @@ def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
     lab.first()
     rounds = []
     lab._is_spent = lambda next_s: (
-        rounds.append(next_s) is None and len(rounds) == 3
+        rounds.append(next_s) is None and len(rounds) == 5
     )  # too much for both in four rounds
     lab.measure_in_rounds([{"workers": "4"}, {"workers": "2"}])
     assert lab.started[7:] == ["", "workers=2", "workers=2", ""] * 2

@@ -71,12 +71,11 @@ class ScriptLab(ScriptProcesses):
         self._in_rounds = {self.key_of(options): options for options in tried}
         left, pair = list(tried), 0
         while pair < self._pairs:
-            together = 1
+            together, to_come = 1, 1
             if pair >= _TRIED_PAIRS:
-                left = self._affordable(
-                    [options for options in left if not self._is_futile(options)], self._pairs - pair
-                )
-                together = max(1, min(self._room() // (1 + len(left)), self._pairs - pair))
+                left, to_come = [options for options in left if not self._is_futile(options)], self._pairs - pair
+                together = max(1, min(self._room() // (1 + len(left)), to_come))
+            left = self._affordable(left, to_come)
             if not left:
                 return
             pairs = range(pair, pair + together)

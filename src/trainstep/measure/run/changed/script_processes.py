@@ -34,8 +34,9 @@ from trainstep.records.store import Store
 
 _FIRST_S = 30.0
 """Seconds that a process is thought to take before one has ended."""
-_TOGETHER = 1.5
-"""Processes that start together take this many times as long as the first one, by a guess."""
+_TURN_SHARE = 0.1
+"""A process's turn takes about this share of the first one's time, most of which are imports and compilations: 0.08 and 0.15 on an
+H200 (results/h200/script_hugging_face_proof.jsonl, script_nano_proof.jsonl)."""
 _MOST_TOGETHER = 10
 _CONTEXT_BYTES = 2**30
 """What the driver takes of a GPU for a process, beside torch's memory."""
@@ -111,9 +112,9 @@ class ScriptProcesses:
     def _expected_s(self, processes: int) -> float:
         """About how many seconds these take, as many as have room together."""
         groups = math.ceil(processes / self._room())
-        if not self._turns_s:
-            return groups * (_TOGETHER if processes > groups else 1.0) * self.trial_s({})
-        return groups * self.trial_s({}) + (processes - groups) * fmean(self._turns_s)
+        start_s = self.trial_s({})
+        turn_s = fmean(self._turns_s) if self._turns_s else _TURN_SHARE * start_s
+        return groups * start_s + (processes - groups) * turn_s
 
     def _note_time(self, record: Record) -> None:
         (self._turns_s if record.fact("turn") else self._starts_s).append(record.duration_s)
