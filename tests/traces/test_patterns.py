@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from trace_maker import launched, op, span, trace
 from trainstep.traces.kineto import parse_trace, read_trace
 from trainstep.traces.patterns import ATTENTION, OPTIMIZER, SLICES, patterns_table
 from trainstep.traces.work import read_work
@@ -70,6 +72,33 @@ def test_an_adam_by_tensor_is_found(seen, how, found):
         assert table["calls"] == [10.0]
         assert table["phase"] == ["optimizer"]
         assert table["time_s"][0] <= table["of_s"][0]
+
+
+@pytest.mark.parametrize("numbers", [16, 4])
+def test_a_foreach_adam_on_a_gpu_is_found_by_its_lists(numbers):
+    """16 tensors of 2^20 elements; a kernel takes 100 us for 2 reads and a write, so 28 bytes an element take 233."""
+    tensors = ((1024, 1024),) * numbers
+    ops = {
+        "aten::_foreach_mul_": ((tensors, ()), 67),
+        "aten::_foreach_lerp_": ((tensors, tensors, ()), 100),
+        "aten::_foreach_addcmul_": ((tensors, tensors, tensors, ()), 150),
+        "aten::_foreach_addcdiv_": ((tensors, tensors, tensors, ()), 150),
+    }
+    events = [span("step 0", 0, 2000), span("optimizer", 0, 1000), span("Optimizer.step#AdamW.step", 10, 900)]
+    for place, (name, (shapes, time_us)) in enumerate(ops.items()):
+        at = 20 + 200 * place
+        events += [
+            replace(op(name, at, at + 20), shapes=shapes),
+            *launched(name, at + 2, at + 30, at + 30 + time_us, place),
+        ]
+    table = patterns_table(read_work(trace(*events)))
+    if numbers < 8:
+        assert table == {}
+        return
+    assert (table["pattern"], table["phase"], table["calls"]) == ([OPTIMIZER], ["optimizer"], [16.0])
+    assert table["time_s"][0] == pytest.approx(467e-6)
+    assert table["least_s"][0] == pytest.approx(233e-6, rel=0.01)
+    assert "by foreach" in table["what"][0]
 
 
 def test_an_sgd_by_tensor_is_not_called_an_adam(seen):

@@ -24,7 +24,7 @@ exceeds (1.0e-2). Later changes are held to the losses of the new precision.
 
 [Note: the nearest run] Runs of one step that adds in no fixed order (atomic additions, kernels chosen by time) differ as rounding
 does. Eleven of a compiled GPT-2 in bf16 autocast were 2.9e-5 apart in the median and 1.0e-4 at most (results/h200/
-script_hugging_face_proof.jsonl), which is more than what is allowed. So where the start has run several times, losses are held to
+script_hugging_face_proof.ndjson), which is more than what is allowed. So where the start has run several times, losses are held to
 those of the run that is nearest: the changes there were 3.5e-5 away at most.
 """
 

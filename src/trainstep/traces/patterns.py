@@ -9,8 +9,8 @@ attention  scores = a batched matmul, then a softmax over its last dimension: al
            memory, which a fused attention does not do. At least: the batched matmuls. A fused attention does 7 batched matmuls
            where these are 6 (it computes the scores again in backward), skips masked blocks, and also does the softmax; on a CPU
            it took 0.84 to 1.12 times these matmuls' time (docs/log.md, 2026-11-25).
-optimizer  an Adam (`addcdiv_`) of one tensor after the other, as foreach on a CPU is too. At least: a pass over parameter,
-           gradient and two moments, 28 bytes an element.
+optimizer  an Adam (`addcdiv_`) of one tensor after the other, as foreach on a CPU is too; on a GPU foreach, which is a kernel for
+           each of its eight ops. At least: a pass over parameter, gradient and two moments, 28 bytes an element.
 slices     the same few ops at least 8 times in a row, on slices that a split made or that are put together again. At least:
            the same elements in one op. Backward's part is found by autograd's sequence numbers. [Note: numbers] An op's number
            is that of the next gradient function, which an op without a gradient does not make: several ops have one number,
@@ -19,8 +19,9 @@ precision  matmuls of fp32 tensors on a GPU.
 
 Time on a device is that of the kernels that an op launches, and `gap_s` what the device waited before them; without a device it
 is the host's time, which the profiler lengthens by some microseconds a range: so a row has its `ranges`, and those of its phase
-(`of_s`, `of_ranges`). Memory goes at the rate of the step's own large copies and sums: [Note: rate] the median over additions,
-products and copies of at least 2^15 elements, of 4 bytes each. A CPU also needs about 1 ns for an element of a function as gelu.
+(`of_s`, `of_ranges`). Memory goes at the rate of the step's own large copies
+and sums: [Note: rate] the median over additions, products and copies of at least 2^15 elements, of 4 bytes each, on a GPU also those of foreach. A CPU also needs about 1 ns for an element of
+a function as gelu.
 """
 
 import math
@@ -42,7 +43,9 @@ _MATMULS = (*_BATCHED, "aten::mm", "aten::addmm")
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 _UPDATE = "Optimizer.step#"
 _ADAM_BYTES = 28
+_FOREACH_UPDATE = "aten::_foreach_addcdiv_"
 _SIMPLE = re.compile(r"::(add|add_|mul|mul_|copy_|sub|div)$")
+_SIMPLE_FOREACH = re.compile(r"::_foreach_(add_|mul_|lerp_|div_)$")
 _LARGE, _ELEMENT_BYTES = 2**15, 4
 _RATE_BYTES_PER_S = 2e10
 """Memory's rate where the step has no large op that shows it."""
@@ -176,6 +179,9 @@ class _Reader:
             if time_ns and max(sizes, default=0) >= _LARGE and _SIMPLE.search(opened.name):
                 reads = sum(size for size in sizes if size >= _LARGE)
                 rates.append(_ELEMENT_BYTES * (reads + max(sizes)) / time_ns)
+            elif time_ns and self._work.on_device and _SIMPLE_FOREACH.search(opened.name):
+                written = sum(map(math.prod, _first_list(opened)))
+                rates += [_ELEMENT_BYTES * (sum(sizes) + written) / time_ns] if written >= _LARGE else []
         return statistics.median(rates) if rates else _RATE_BYTES_PER_S / 1e9
 
     # Attention
@@ -204,20 +210,24 @@ class _Reader:
     # Optimizer
 
     def _optimizer(self) -> Iterator[dict[str, Any]]:
-        cost, elements, tensors = _NOTHING, 0, 0
+        cost, elements, tensors, is_foreach = _NOTHING, 0, 0, False
         for nesting in self._nestings:
             for update in nesting.ranges:
                 if not (update.annotation and update.name.startswith(_UPDATE)):
                     continue
                 inside = [op for op in nesting.ranges if self._updates(op, update)]
                 own = [_first(op) for op in inside if op.name == "aten::addcdiv_"]
+                if not own and self._work.on_device:
+                    own = [shape for op in inside if op.name == _FOREACH_UPDATE for shape in _first_list(op)]
+                    is_foreach = bool(own)
                 if len(own) >= _LEAST_TENSORS:
                     cost += sum((self._own.get(id(op), _NOTHING) for op in inside), _NOTHING)
                     elements += sum(map(math.prod, own))
                     tensors += len(own)
         if not tensors:
             return
-        what = f"{tensors / self._steps:,.0f} tensors are updated one after the other"
+        way = "by foreach, a pass over memory for each op" if is_foreach else "one after the other"
+        what = f"{tensors / self._steps:,.0f} tensors are updated {way}"
         least_ns = _ADAM_BYTES * elements / self._bytes_per_ns
         yield from self._rows(OPTIMIZER, tensors, {str(Phase.OPTIMIZER): cost}, least_ns, what)
 
@@ -329,6 +339,13 @@ def _tensors(opened: Range) -> list[tuple[int, ...]]:
         nested = [entry for entry in shape if isinstance(entry, tuple)]
         found += [entry for entry in nested or [shape] if entry and all(isinstance(size, int) for size in entry)]
     return found
+
+
+def _first_list(opened: Range) -> list[tuple[int, ...]]:
+    """The shapes of its first input, a list of tensors."""
+    first = opened.shapes[0] if opened.shapes else ()
+    entries = first if isinstance(first, tuple) else ()
+    return [entry for entry in entries if isinstance(entry, tuple) and all(isinstance(size, int) for size in entry)]
 
 
 def _first(opened: Range) -> tuple[int, ...]:

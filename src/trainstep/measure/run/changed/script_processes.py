@@ -36,7 +36,7 @@ _FIRST_S = 30.0
 """Seconds that a process is thought to take before one has ended."""
 _TURN_SHARE = 0.1
 """A process's turn takes about this share of the first one's time, most of which are imports and compilations: 0.08 and 0.15 on an
-H200 (results/h200/script_hugging_face_proof.jsonl, script_nano_proof.jsonl)."""
+H200 (results/h200/script_hugging_face_proof.ndjson, script_nano_proof.ndjson)."""
 _MOST_TOGETHER = 10
 _CONTEXT_BYTES = 2**30
 """What the driver takes of a GPU for a process, beside torch's memory."""
