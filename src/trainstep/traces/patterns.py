@@ -19,9 +19,9 @@ precision  matmuls of fp32 tensors on a GPU.
 
 Time on a device is that of the kernels that an op launches, and `gap_s` what the device waited before them; without a device it
 is the host's time, which the profiler lengthens by some microseconds a range: so a row has its `ranges`, and those of its phase
-(`of_s`, `of_ranges`). Memory goes at the rate of the step's own large copies
-and sums: [Note: rate] the median over additions, products and copies of at least 2^15 elements, of 4 bytes each, on a GPU also those of foreach. A CPU also needs about 1 ns for an element of
-a function as gelu.
+(`of_s`, `of_ranges`). Memory goes at the rate of the step's own large copies and sums: [Note: rate] the median over
+additions, products and copies of at least 2^15 elements, of 4 bytes each, on a GPU also those of foreach. A CPU also needs about
+1 ns for an element of a function as gelu.
 """
 
 import math
