@@ -71,6 +71,7 @@ def test_an_old_inductor_writes_out_no_arguments_of_an_operator(monkeypatch: pyt
     assert (issue.operator_str is written) is not is_old
     if is_old:
         assert issue.operator_str("trainstep.swiglu", [Unprintable()], {}) == "  target: trainstep.swiglu"
+        assert issue.operator_str("aten.mm", ["x"], {}) == written("aten.mm", ["x"], {})
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, from the test above")

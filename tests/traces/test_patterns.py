@@ -128,6 +128,22 @@ def test_a_batch_of_samples_has_nothing_of_the_models_backward(seen):
     assert (table["pattern"], table["phase"]) == ([SLICES], ["forward"])
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_samples_with_a_backward_each_are_read(seen, in_place):
+    """Backward's ops lie between those of the loop, with numbers that no op of this thread's forward has."""
+    samples, weight = torch.randn(16, 8, 8), torch.randn(8, 8, requires_grad=True)
+    before = (weight * 1).exp()
+
+    def step() -> None:
+        for index in range(16):
+            y = samples[index] @ (weight if in_place else before)
+            if in_place:
+                y[0].mul_(3.0)
+            y.exp().sum().backward(retain_graph=True)
+
+    assert set(seen(step).get("pattern", [])) <= {SLICES}
+
+
 def test_a_loop_over_rows_is_found(seen):
     x = torch.randn(12, 64)
     table = seen(lambda: torch.stack([x[row].exp().mul(2.0) for row in range(12)]))

@@ -14,7 +14,8 @@ capture runs on the capture's stream: `eager()`.
 [Note: workspaces] cuBLAS has a workspace for each stream and thread, which the warm-ups made in ordinary memory, and whose address
 a graph keeps. Whoever clears workspaces, as torch.compile's own graphs do around each of theirs, would free it, and launches
 would write into memory that has another owner or none. So it is cleared before a pool's first capture: the capture then makes one
-in the graphs' pool, which stays as long as they do.
+in the graphs' pool, whose memory stays as long as they do. Whoever clears it later gives it back to that pool, of which only a
+later capture of the same step, for another shape, could take it for a result of its own.
 """
 
 import gc

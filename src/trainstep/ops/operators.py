@@ -10,6 +10,7 @@ An operator here launches Triton kernels on any device that has_kernel admits. T
 first and take ops/reference.py, with torch's own autograd, where there is no kernel.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -74,20 +75,29 @@ def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
 
     For a line of its log, whether or not anybody reads it, Inductor before torch 2.13 writes out what each argument is made of, and
     what that is made of, once for every path through the graph: of twelve residual blocks in one graph, minutes. There it
-    is told to name the operator alone.
+    is told to name ours alone.
     """
 
     def call(*arguments: Any) -> Any:
         names = sys.modules.get("torch._inductor.exc")
         if names is not None and torch.__version__ < "2.13":
-            names.OperatorIssue.operator_str = staticmethod(_name_alone)
+            _name_ours_alone(names.OperatorIssue)
         return fake(*arguments)
 
     return call
 
 
-def _name_alone(target: Any, _args: Any, _kwargs: Any) -> str:
-    return f"  target: {target}"
+def _name_ours_alone(issue: Any) -> None:
+    """Change, once, what Inductor writes of our operators."""
+    written = issue.operator_str
+    if hasattr(written, "__wrapped__"):
+        return
+
+    @functools.wraps(written)
+    def operator_str(target: Any, args: Any, kwargs: Any) -> str:
+        return f"  target: {target}" if str(target).startswith("trainstep.") else written(target, args, kwargs)
+
+    issue.operator_str = staticmethod(operator_str)
 
 
 def _with_gradient(

@@ -160,8 +160,10 @@ class Trials:
         self.reference = reference_of(options, tried)
         again = self.measured(options, 1)
         check = self.check_losses(again, precision, Reference(precision, self.reference.losses, again.others))
+        if not check.why and tried.others:  # the first one, too, must be near to one of the others
+            check = self.check_losses(tried, precision, Reference(precision, _finite(again), tried.others))
         if check.apart is not None:
-            self.spread = difference_of([loss for loss in again.losses if loss is not None], self.reference.losses)
+            self.spread = difference_of(_finite(again), self.reference.losses)
         if why := again.message or check.why:
             return (
                 f"a second run of the start with the same seed is not alike ({why}), so no change's loss can be checked; draw "
@@ -235,13 +237,19 @@ class Trials:
         if apart <= allowed:
             return LossCheck("", apart, allowed)
         steps = min(len(losses), len(reference.losses))
-        why = f"the losses of {steps} steps differ from the start's by {apart:.2g}, and rounding explains {allowed:.2g}"
+        runs = len(reference.others) + 1
+        whose = "the start's" if runs == 1 else f"those of the nearest of the start's {runs} runs"
+        why = f"the losses of {steps} steps differ from {whose} by {apart:.2g}, and rounding explains {allowed:.2g}"
         return LossCheck(why, apart, allowed)
+
+
+def _finite(tried: Trial) -> list[float]:
+    return [loss for loss in tried.losses if loss is not None]
 
 
 def reference_of(options: Options, tried: Trial) -> Reference:
     """The trial's losses as what later changes are held to."""
-    return Reference(precision_of(options), [loss for loss in tried.losses if loss is not None], tried.others)
+    return Reference(precision_of(options), _finite(tried), tried.others)
 
 
 def precision_of(options: Options) -> str:

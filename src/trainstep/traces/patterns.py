@@ -217,10 +217,11 @@ class _Reader:
                     continue
                 inside = [op for op in nesting.ranges if self._updates(op, update)]
                 own = [_first(op) for op in inside if op.name == "aten::addcdiv_"]
-                if not own and self._work.on_device:
+                lists = not own and self._work.on_device and "Adam" in update.name
+                if lists:
                     own = [shape for op in inside if op.name == _FOREACH_UPDATE for shape in _first_list(op)]
-                    is_foreach = bool(own)
                 if len(own) >= _LEAST_TENSORS:
+                    is_foreach |= lists
                     cost += sum((self._own.get(id(op), _NOTHING) for op in inside), _NOTHING)
                     elements += sum(map(math.prod, own))
                     tensors += len(own)
@@ -249,7 +250,8 @@ class _Reader:
             forward = [opened for opened in nesting.ranges if not opened.annotation and not opened.backward]
             made_at_ns = {opened.sequence: opened.start_ns for opened in sorted(forward, key=lambda op: op.start_ns)}
             for run, repeats in _runs(self._outer(nesting)):
-                sequences = {opened.sequence for opened in self._within(nesting, run) if opened.sequence >= 0}
+                within = [opened for opened in self._within(nesting, run) if not opened.backward]
+                sequences = {opened.sequence for opened in within if opened.sequence >= 0}
                 makers = [number for number in sequences if made_at_ns[number] < run[-1].end_ns]  # [Note: numbers]
                 own = [opened for number in makers for opened in backward.get(number, ())]
                 for opened in (*run, *own):

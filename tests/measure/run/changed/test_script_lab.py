@@ -106,11 +106,42 @@ def test_a_round_takes_as_many_changes_as_the_budget_has_room_for(tmp_path: Path
     lab = FakeLab(tmp_path, steady, budget_minutes=5)
     lab.first()
     lab._starts_s, lab._turns_s = [50.0], [30.0]  # the last comparison: 2 * 50 + 10 * 30 s
-    lab._began_s -= (
-        300 - 400 - 120
-    )  # 520 s are left, and 120 of them for a round: the original and three changes cost 140
+    lab._began_s += 400 + 120 - 300  # 120 s for a round: the original and two changes take 110, three 140
     lab.measure_in_rounds([{"workers": "2"}, {"workers": "4"}, {"workers": "8"}])
     assert lab.started[1:4] == ["", "workers=2", "workers=4"], "those that come first"
+    count = len(lab.started)
+    lab._began_s += 10_000  # time is found after all
+    lab.trial({"workers": "8"}, 0)
+    lab.compare({}, {"workers": "8"}, 0)
+    assert lab.started[count : count + 5] == ["workers=8", "", "workers=8", "workers=8", ""], (
+        "with an original beside it"
+    )
+    count = len(lab.started)
+    assert lab.compare({}, {"workers": "4"}, 0).n < 6
+    assert len(lab.started) == count, "the originals of its rounds are over"
+
+
+def test_rounds_that_are_on_disk_cost_nothing(tmp_path: Path):
+    def fast(text: str) -> float:
+        return 0.5 if text else 1.0
+
+    first = FakeLab(tmp_path, fast)
+    first.first()
+    first.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
+    again = FakeLab(tmp_path, fast, budget_minutes=1e-6)
+    again.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
+    assert again.started == []
+    assert [again.compare({}, {"workers": n}, 0).verdict for n in "24"] == ["faster", "faster"]
+
+
+def test_the_rounds_that_start_together_are_charged_one_start(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady, budget_minutes=100)
+    lab.first()
+    lab._note_time = lambda record: None
+    lab._starts_s, lab._turns_s = [1000.0], [1.0]  # four rounds of two and the last comparison: 1,007 and 2,010 s
+    lab._is_spent = lambda next_s: next_s > 3100
+    lab.measure_in_rounds([{"workers": "2"}])
+    assert lab.groups == [1, 2, 2, 8]
 
 
 def test_a_trial_tells_the_losses_of_all_other_runs_of_the_same(tmp_path: Path):

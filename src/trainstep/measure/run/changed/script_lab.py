@@ -8,10 +8,11 @@
 The callbacks of plan/trials.py for a script, on processes that run once (script_processes.py).
 
 [Note: the order] In a round the original and each change have a window; the next round has the opposite order. After the first two,
-of which the changes that help are left, as many rounds start together as there is room for processes. A change's pairs are
-its windows with the original's in the same rounds, which all changes share. A round that a killed command left begins a new attempt
-for the changes that lack it, with the original again, so that a pair is never of two commands. A comparison outside the rounds has
-the order a b b a a b b a. The interval is Student's over the pairs, as of every comparison of fresh processes (records/compare.py).
+of which the changes that help are left, as many rounds start together as there is room for processes. A change's pairs are its
+windows with the original's in the same rounds, which all changes share. A round that a killed command left begins a new attempt
+for the changes that lack it, with the original again, so that a round's pair is never of two commands. A comparison outside the
+rounds has the order a b b a a b b a, and a killed one goes on with the process that it was at. The interval is Student's over the
+pairs, as of every comparison of fresh processes (records/compare.py).
 
 [Note: futility] A change that was not faster in the first two pairs is given up there. That loses changes of a few per cent on
 a noisy machine, and never makes one: `faster` always has all of its pairs.
@@ -71,22 +72,29 @@ class ScriptLab(ScriptProcesses):
         self._in_rounds = {self.key_of(options): options for options in tried}
         left, pair = list(tried), 0
         while pair < self._pairs:
-            together, to_come = 1, 1
+            to_come = range(pair, pair + 1 if pair < _TRIED_PAIRS else self._pairs)
             if pair >= _TRIED_PAIRS:
-                left, to_come = [options for options in left if not self._is_futile(options)], self._pairs - pair
-                together = max(1, min(self._room() // (1 + len(left)), to_come))
+                left = [options for options in left if not self._is_futile(options)]
             left = self._affordable(left, to_come)
             if not left:
-                return
-            pairs = range(pair, pair + together)
+                break
+            together = max(1, self._room() // (1 + len(left)))
+            pairs = to_come[:together]
             roles = [role for each in pairs for role in self._lacking(left, each)]
             if self._processes(roles, self.comparison_s({})) is None:
-                return
+                break
             left = [options for options in left if not self._trouble(options) and self._ratios(options)]
             if roles:
                 for each in pairs:
                     self._say(f"round {each + 1} of {self._pairs}: {self._ratio_words(left, each)}")
-            pair += together
+            pair += len(pairs)
+        # What had no round, for lack of time, has an original of its own if time is found after all
+        for key in [key for key, options in self._in_rounds.items() if not self._known_in_rounds(options)]:
+            del self._in_rounds[key]
+
+    def _known_in_rounds(self, options: Options) -> bool:
+        """Whether its first round was measured, whatever came of it."""
+        return all(self._name(*role) in self._known for role in self._in_round(options, 0))
 
     def _lacking(self, left: Sequence[Options], pair: int) -> list[Role]:
         """What a round of these still needs: the original, and each that has no pair yet. [Note: the order]"""
@@ -138,10 +146,13 @@ class ScriptLab(ScriptProcesses):
         ratios = self._ratios(options)[:_TRIED_PAIRS]
         return len(ratios) == _TRIED_PAIRS and _none_gains(ratios)
 
-    def _affordable(self, left: Sequence[Options], rounds: int) -> list[Options]:
+    def _affordable(self, left: Sequence[Options], rounds: Sequence[int]) -> list[Options]:
         """The fastest of these, as many as the budget has room for."""
         best = sorted(left, key=lambda options: fmean(self._ratios(options) or [1.0]))
-        while best and self._is_spent(rounds * self._expected_s(len(best) + 1) + self.comparison_s({})):
+        while best:
+            missing = sum(len(self._lacking(best, each)) for each in rounds)
+            if not missing or not self._is_spent(self._expected_s(missing) + self.comparison_s({})):
+                break
             best.pop()
         return [options for options in left if options in best]
 
@@ -157,7 +168,8 @@ class ScriptLab(ScriptProcesses):
     def trial(self, options: Options, repeat: int) -> Trial | None:
         """One process, or an earlier command's record of it. A change that found nothing to change failed."""
         in_rounds = self.changes(options) and self._is_in_rounds(self.start, options, 0)
-        role = self._in_round(options, repeat)[1] if in_rounds else (options, f"trial {repeat}")
+        apart = f"alone {repeat}" if self.changes(options) else f"trial {repeat}"  # other names than a round's
+        role = self._in_round(options, repeat)[1] if in_rounds else (options, apart)
         records = self._processes([role])
         if records is None:
             return None
@@ -179,8 +191,9 @@ class ScriptLab(ScriptProcesses):
         if failed := self._failure_in(roles):
             return failed
         left = [role for role in roles if self._name(*role) not in self._known]
-        if left and (self._dry_run or self._is_spent(self._expected_s(len(left)))):
-            in_rounds = self._is_in_rounds(before, after, repeat)
+        in_rounds = self._is_in_rounds(before, after, repeat)
+        if left and (self._dry_run or in_rounds or self._is_spent(self._expected_s(len(left)))):
+            # The originals of rounds that are over are no pairs for processes that would run now
             if in_rounds and self._is_futile(after):
                 return _ended(_FUTILE, self._ratios(after)[:_TRIED_PAIRS])
             return self._cut_off(name, self._ratios(after) if in_rounds else ())

@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from trainstep.config.import_path import python_command
@@ -103,7 +103,7 @@ class ScriptProcesses:
 
     def trial_s(self, _: Options) -> float:
         """About how many seconds a process takes."""
-        return fmean(self._starts_s) if self._starts_s else _FIRST_S
+        return median(self._starts_s) if self._starts_s else _FIRST_S
 
     def left_s(self, _: int) -> float:
         """About how many seconds are left: the changes have had their rounds, and the comparison of all together is to come."""
@@ -113,11 +113,12 @@ class ScriptProcesses:
         """About how many seconds these take, as many as have room together."""
         groups = math.ceil(processes / self._room())
         start_s = self.trial_s({})
-        turn_s = fmean(self._turns_s) if self._turns_s else _TURN_SHARE * start_s
+        turn_s = median(self._turns_s) if self._turns_s else _TURN_SHARE * start_s
         return groups * start_s + (processes - groups) * turn_s
 
     def _note_time(self, record: Record) -> None:
-        (self._turns_s if record.fact("turn") else self._starts_s).append(record.duration_s)
+        if record.failure is None and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
+            (self._turns_s if record.fact("turn") else self._starts_s).append(record.duration_s)
 
     def _name(self, options: Options, role: str) -> str:
         return f"{self.key_of(options)} {role}"
