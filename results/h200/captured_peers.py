@@ -11,7 +11,7 @@ import argparse
 import csv
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ VARIANTS = {
     "torch.compile reduce-overhead": TORCH | {"compile": "none"},  # `steps_of` compiles it
 }
 ROUNDS, WINDOW, WARMUPS = 5, 10, 8
+Take = Callable[[int], Tensor]
 Rows = list[tuple[str, str, str, float]]
 """(what is timed, variant, unit, seconds)"""
 
@@ -51,7 +52,7 @@ class Replays:
 
 def steps_of(size: str, replays: Replays, rows: Rows) -> None:
     """Time every variant of a size."""
-    variants: dict[str, Callable[[int], Tensor]] = {}
+    variants: dict[str, Take] = {}
     for name, values in VARIANTS.items():
         reduced = name.endswith("reduce-overhead")
         run = build_run({"model": size, "context": 256, "device": "cuda", "precision": "bf16_autocast", **values})
@@ -69,27 +70,36 @@ def steps_of(size: str, replays: Replays, rows: Rows) -> None:
             take(index)
         torch.cuda.synchronize()
         variants[name] = take
-    for index in range(ROUNDS):
+    in_rounds(size, variants, rows, rounds=ROUNDS, replays=replays)
+    variants.clear()
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+
+
+def in_rounds(
+    what: str, variants: Mapping[str, Take], rows: Rows, *, rounds: int, replays: Replays | None = None
+) -> None:
+    """Time single steps and windows of steps of all variants in turns, forwards and backwards."""
+    for index in range(rounds):
         for name in list(variants)[:: 1 if index % 2 else -1]:
             take = variants[name]
             for step in range(WINDOW):
-                replays.seconds = 0.0
+                if replays is not None:
+                    replays.seconds = 0.0
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 take(step)
                 host = time.perf_counter() - began
                 torch.cuda.synchronize()
-                rows.append((size, name, "step", time.perf_counter() - began))
-                rows.append((size, name, "host", host))
-                rows.append((size, name, "replay", replays.seconds))
+                rows.append((what, name, "step", time.perf_counter() - began))
+                rows.append((what, name, "host", host))
+                if replays is not None:
+                    rows.append((what, name, "replay", replays.seconds))
             began = time.perf_counter()
             for step in range(WINDOW):
                 take(step)
             torch.cuda.synchronize()
-            rows.append((size, name, "window", (time.perf_counter() - began) / WINDOW))
-    variants.clear()
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
+            rows.append((what, name, "window", (time.perf_counter() - began) / WINDOW))
 
 
 def short_attention(rows: Rows, shape: tuple[int, ...] = (4, 16, 256, 64)) -> None:

@@ -12,10 +12,10 @@ import argparse
 import csv
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from captured_peers import Rows, Take, in_rounds  # beside this script
 from torch import Tensor
 
 from trainstep.config.model import size as size_of
@@ -32,10 +32,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "torch.compile reduce-overhead": STOCK | {"compile": "none"},  # `built` compiles it
 }
 LLAMA, LIGER = "Hugging Face Llama, torch.compile", "Hugging Face Llama, blocks compiled, Liger"
-BATCH, ROUNDS, WINDOW, WARMUPS = 4, 7, 10, 8
-Take = Callable[[int], Tensor]
-Rows = list[tuple[str, str, str, float]]
-"""(what is timed, variant, unit, value)"""
+BATCH, ROUNDS, WARMUPS = 4, 7, 8
 
 
 def built(name: str, size: str, context: int) -> Take:
@@ -127,22 +124,7 @@ def steps_of(size: str, context: int, names: list[str], rows: Rows) -> None:
             continue
         rows.append((what, name, "peak", peak))
         print(f"{what}: {name}: ready after {time.perf_counter() - began:.0f} s", flush=True)
-    for index in range(ROUNDS):
-        for name in list(variants)[:: 1 if index % 2 else -1]:
-            take = variants[name]
-            for step in range(WINDOW):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                take(step)
-                host = time.perf_counter() - began
-                torch.cuda.synchronize()
-                rows.append((what, name, "step", time.perf_counter() - began))
-                rows.append((what, name, "host", host))
-            began = time.perf_counter()
-            for step in range(WINDOW):
-                take(step)
-            torch.cuda.synchronize()
-            rows.append((what, name, "window", (time.perf_counter() - began) / WINDOW))
+    in_rounds(what, variants, rows, rounds=ROUNDS)
     variants.clear()
     torch._dynamo.reset()
     torch.cuda.empty_cache()
@@ -173,13 +155,14 @@ def main() -> None:
 
 def tell(rows: Rows) -> None:
     """Print medians, and how long each variant takes in terms of our fastest."""
-    best: dict[tuple[str, str], float] = {}
-    for what, variant, unit in dict.fromkeys(row[:3] for row in rows):
-        samples = [row[3] for row in rows if row[:3] == (what, variant, unit)]
-        middle = statistics.median(samples)
-        own = best.setdefault((what, unit), middle)
-        shown = f"{middle / 2**30:9.3f} GiB" if unit == "peak" else f"{1e3 * middle:9.4f} ms "
-        print(f"{what:12s} {variant:60s} {unit:7s} {shown} {middle / own:6.3f} of ours, n = {len(samples)}", flush=True)
+    samples: dict[tuple[str, str, str], list[float]] = {}
+    for *key, value in rows:
+        samples.setdefault((key[0], key[2], key[1]), []).append(value)
+    for (what, unit, variant), values in samples.items():
+        middle = statistics.median(values)
+        shown = f"{middle / 2**30:9.3f} GiB" if unit == "peak" else f"{1e3 * middle:9.3f} ms "
+        ours = statistics.median(samples.get((what, unit, FASTEST), values))
+        print(f"{what:12s} {variant:58s} {unit:7s} {shown} {middle / ours:6.3f} of ours, n = {len(values)}", flush=True)
 
 
 if __name__ == "__main__":

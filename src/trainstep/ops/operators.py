@@ -75,7 +75,7 @@ def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
 
     For a line of its log, whether or not anybody reads it, Inductor before torch 2.13 writes out what each argument is made of, and
     what that is made of, once for every path through the graph: of twelve residual blocks in one graph, minutes. There it
-    is told to name ours alone.
+    is told to name our operators and nothing more.
     """
 
     def call(*arguments: Any) -> Any:

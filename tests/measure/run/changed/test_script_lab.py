@@ -235,7 +235,7 @@ def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
     lab.first()
     rounds = []
     lab._is_spent = lambda next_s: (
-        rounds.append(next_s) is None and len(rounds) == 5
+        rounds.append(next_s) is None and len(rounds) == 3
     )  # too much for both in four rounds
     lab.measure_in_rounds([{"workers": "4"}, {"workers": "2"}])
     assert lab.started[7:] == ["", "workers=2", "workers=2", ""] * 2

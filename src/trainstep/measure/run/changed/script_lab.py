@@ -81,7 +81,7 @@ class ScriptLab(ScriptProcesses):
             together = max(1, self._room() // (1 + len(left)))
             pairs = to_come[:together]
             roles = [role for each in pairs for role in self._lacking(left, each)]
-            if self._processes(roles, self.comparison_s({})) is None:
+            if self._processes(roles, counts=False) is None:
                 break
             left = [options for options in left if not self._trouble(options) and self._ratios(options)]
             if roles:
@@ -89,12 +89,8 @@ class ScriptLab(ScriptProcesses):
                     self._say(f"round {each + 1} of {self._pairs}: {self._ratio_words(left, each)}")
             pair += len(pairs)
         # What had no round, for lack of time, has an original of its own if time is found after all
-        for key in [key for key, options in self._in_rounds.items() if not self._known_in_rounds(options)]:
+        for key in [key for key, options in self._in_rounds.items() if not self._has_round(options, 0)]:
             del self._in_rounds[key]
-
-    def _known_in_rounds(self, options: Options) -> bool:
-        """Whether its first round was measured, whatever came of it."""
-        return all(self._name(*role) in self._known for role in self._in_round(options, 0))
 
     def _lacking(self, left: Sequence[Options], pair: int) -> list[Role]:
         """What a round of these still needs: the original, and each that has no pair yet. [Note: the order]"""

@@ -133,14 +133,13 @@ class ScriptProcesses:
         needed_s = next_s + self.reserved * self.comparison_s({})
         return bool(time.monotonic() - self._began_s + needed_s > self._budget_minutes * 60)
 
-    def _processes(self, roles: Sequence[Role], further_s: float = 0.0, *, counts: bool = True) -> list[Record] | None:
+    def _processes(self, roles: Sequence[Role], *, counts: bool = True) -> list[Record] | None:
         """The records of processes in their roles: an earlier command's, or of those that run now, on disk as each ends.
 
-        None where the budget has no room for them (where this `counts`) and for `further_s` after them.
+        None in a dry run, and where the budget has no room for them, if that `counts`.
         """
         missing = [role for role in roles if self._name(*role) not in self._known]
-        needed_s = self._expected_s(len(missing)) + further_s
-        if missing and (self._dry_run or (counts and self._is_spent(needed_s))):
+        if missing and (self._dry_run or (counts and self._is_spent(self._expected_s(len(missing))))):
             return None
         while missing:
             together = missing[: self._room()]
