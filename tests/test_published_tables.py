@@ -32,6 +32,7 @@ _NO_PUBLISHED_TABLE = {
     "plan_grids": "a table of our own: what a search is graded on, in results/plan.md",
     "plan_grids_ranks": "the same on two GPUs",
     "step_8b": "a table of our own, predicted in docs/guide/parallel.md; no two H200s have measured it yet",
+    "ddp_many": "predicted in results/h200/ddp_many.ndjson before any of it ran",
     "copy_ceiling": "what the ops are compared with; its record is in ops.jsonl",
     "memory_ranks": "a table of our own: each rank's memory beside the formula",
 }

@@ -42,10 +42,12 @@ def cells(sweep: str) -> list[Cell]:
 
 
 def freeze(sweep: str, machine: str) -> None:
-    """Print a line a cell."""
+    """Print a line a cell, but for those of torch's strategies."""
     calibration = calibration_for(machine_spec(GPUS[machine]))
     assert calibration is not None
     for cell in cells(sweep):
+        if cell.config.get("sync", "none").startswith("torch_"):
+            continue  # when torch's strategies send is not known
         predicted = step_time(planned_config(cell.workload, cell.config), calibration)
         group = CAPTURED if predicted.is_captured else HOST if predicted.host_may_limit else DEVICE
         prediction = recorded_prediction(cell.workload, cell.config, gpu=GPUS[machine])
