@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,41 @@ def test_a_script_is_stopped_with_its_losses_and_what_was_not_applied(tmp_path: 
     assert len(printed) == 4  # the fifth update does not return
     assert record.tables["losses"]["loss"][:4] == pytest.approx(printed)
     assert len(record.tables["losses"]["loss"]) == 5
+
+
+def test_who_has_nothing_to_change_ends_before_its_turn(tmp_path: Path):
+    """In a proof's round: no one waits for it, and a script that survives its end is ended again after its next step."""
+    loop = TRAINING.replace("    loss =", "  try:\n    loss =").replace(
+        "loss.item())", "loss.item())\n  except SystemExit: pass"
+    )
+    (tmp_path / "train.py").write_text(loop)
+    ours, theirs = socket.socketpair()
+    words = [
+        "--stop-after",
+        "40",
+        "--turn",
+        str(theirs.fileno()),
+        "--apply",
+        "adamw=fused",
+        "--no-page",
+        "train.py",
+        "6",
+    ]
+    environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "trainstep", "run", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, pass_fds=[theirs.fileno()], capture_output=True, timeout=110
+    )
+    theirs.close()
+    with ours:
+        assert ours.recv(1) == b"", "it never said that it was ready"
+    assert done.returncode == 0, done.stderr
+    assert [int(line.split()[0]) for line in done.stdout.splitlines()] == [0, 1], (
+        "the third step and all later ones were ended"
+    )
+    [*_, record] = records(tmp_path)
+    assert (record.fact("stopped_after"), record.fact("timed_s"), record.fact("timed_steps")) == (3, None, None)
+    assert record.fact("not_applied").startswith("adamw: ")
 
 
 HOLDS = """

@@ -13,7 +13,7 @@ from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import shipped
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import step_time
-from trainstep.plan.trials import Options, Trial
+from trainstep.plan.trials import Options, Trial, calm_steps
 from trainstep.records.compare import Comparison
 
 START = {"model": "tiny", "batch_size": 4}
@@ -198,6 +198,29 @@ def test_losses_are_held_to_the_nearest_of_the_starts_runs(monkeypatch: pytest.M
     assert lab.run(CAPTURE).helped
     lab.losses = {"step": wrong}
     assert lab.run(CAPTURE).singles[0].step.word == "another loss"
+
+
+def test_losses_are_held_to_the_steps_over_which_the_starts_runs_agree(monkeypatch: pytest.MonkeyPatch):
+    """Where training is unstable, rounding grows: the first steps tell, the later ones nothing."""
+    before = (2.5, 2.4, 2.3, 2.2, 2.1)
+    others = ((*before, 2.01, 1.95), (*before, 1.99, 1.8))
+    lab = Lab({"step": 0.5})
+    alone = Lab.trial
+    monkeypatch.setattr(
+        Lab, "trial", lambda self, options, repeat: replace(alone(self, options, repeat), others=others)
+    )
+    lab.losses = {"step": (*before, 2.06, 2.0), "tiny": (*before, 2.0, 1.9)}
+    assert lab.run(CAPTURE).helped
+    for wrong_step in range(5):
+        wrong = tuple(loss + 0.01 * (step >= wrong_step) for step, loss in enumerate(before))
+        lab.losses["step"] = (*wrong, 2.0, 1.9)
+        assert "the losses of 5 steps differ" in lab.run(CAPTURE).singles[0].step.reason
+
+
+def test_runs_that_differ_from_the_second_step_on_check_nothing():
+    assert calm_steps([(2.0, 1.9, 1.8, 1.7, 1.6), (2.0, 1.8, 1.7, 1.6, 1.5)], 1e-4) == 4
+    assert calm_steps([(2.0, 1.9, 1.8, 1.7, 1.6)] * 2, 1e-4) == 5
+    assert calm_steps([(2.0, 1.9)], 1e-4) == 2
 
 
 def test_another_batch_has_other_losses_and_what_joins_it_is_held_to_these():

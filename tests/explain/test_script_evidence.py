@@ -184,6 +184,16 @@ def test_on_a_gpu_the_multiprocessors_that_others_used_count(others: int, share:
         assert findings["another_process"].evidence == "2 other processes used 50% of the GPU's multiprocessors"
 
 
+@pytest.mark.parametrize(("share", "taken"), [(0.9, 0.5), (0.3, 0.3)])
+def test_kernels_that_another_process_interrupted_are_no_work_of_ones_own(share: float, taken: float):
+    """They count as running while the other has the GPU, so that the profile shows a busy one."""
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.02], "share": [1.0]}
+    facts = {"inspected_step": 5, "gpu_others": 1, "gpu_others_share": share}
+    run = a_run(parts_ms=parts(forward=20.0), tables={"classes": classes}, facts=facts, device="cuda")
+    [finding] = step_budget(script_evidence([run]), None).findings
+    assert (finding.cause, finding.excess.time_s) == ("another_process", pytest.approx(taken * 0.02))
+
+
 @pytest.mark.parametrize(
     ("passes", "elements", "causes"),
     [(80, 4000, ["accumulation_sync", "exposed_messages"]), (80, 1000, ["exposed_messages"])],

@@ -9,6 +9,10 @@ of the phase is scaled to the usual one. The median of the inspected steps count
 a CPU computes takes longer by it: that share is `another_process`. So a habit's share of a usual (median) step is taken of what the
 mean step has without that share and without compilations.
 
+[Note: turns on a GPU] Processes on one GPU have it in turn, and a kernel that is interrupted counts as running all the while. So of
+a step that others share, kernels take less by the others' share. Between processes that always have work the turns are equally
+long: N others can take N of N + 1 parts of it at most, whatever more they use while this one's host is late.
+
 [Note: launching late] A line that waits for a GPU costs more than the wait: afterwards the GPU has nothing to do until the host
 has launched something. Had the host not waited, the step would take as long as the GPU's work or the host's own, the longer of the
 two. The host's own time is that of each phase, less what it was blocked for: as it usually is or as it was inspected, the shorter,
@@ -69,8 +73,12 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     busy_s: float | None = sum(work.values()) or (sum(device) if on_device and device else None)
     contended_s, others = _contention(records, measured_s, on_device=on_device)
     habits = habits_of(inspected, samples, on_device=on_device)
+    left = 1 - contended_s / measured_s
+    if on_device and contended_s:  # [Note: turns on a GPU]
+        work = {group: left * time_s for group, time_s in work.items()}
+        busy_s = None if busy_s is None else left * busy_s
+        habits = tuple(replace(habit, excess_s=left * habit.excess_s) for habit in habits)
     if not on_device:
-        left = 1 - contended_s / measured_s
         recompile_s, collector_s = left * recompile_s, left * collector_s
         own = max(0.0, measured_s - contended_s - recompile_s) / statistics.median(times)
         habits = tuple(replace(habit, excess_s=own * habit.excess_s) for habit in habits)
@@ -143,7 +151,7 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     """(time of a step that others took, who they are). Nothing below 5 %, which the background of any machine takes.
 
     Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU:
-    the share of its multiprocessors that others used.
+    the share of its multiprocessors that others used, at most that of their turns. [Note: turns on a GPU]
     """
     timed = [record for record in records if record.duration_s and "step" in record.samples]
     whole_s = sum(record.duration_s for record in timed)
@@ -157,7 +165,9 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     on_gpu = share(lambda record: (record.fact("gpu_others_share") or 0.0) * record.duration_s) if on_device else 0.0
     if count and on_gpu > _QUIET:
         processes = f"{count} other process{'es' if count > 1 else ''}"
-        return on_gpu * measured_s, f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
+        return min(
+            on_gpu, count / (count + 1)
+        ) * measured_s, f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
     if min(waited, used) > _QUIET:
         words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
         return min(waited, used) * measured_s, words

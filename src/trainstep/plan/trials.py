@@ -26,8 +26,14 @@ exceeds (1.0e-2). Later changes are held to the losses of the new precision.
 does. Eleven of a compiled GPT-2 in bf16 autocast were 2.9e-5 apart in the median and 1.0e-4 at most (results/h200/
 script_hugging_face_proof.ndjson), which is more than what is allowed. So where the start has run several times, losses are held to
 those of the run that is nearest: the changes there were 3.5e-5 away at most.
+
+[Note: calm steps] Where training is unstable, that rounding grows from step to step: runs of one GPT-2 were 2e-6 apart over six
+steps, 3e-5 over eight and 3e-4 over ten (results/h200/script_hugging_face_plain_proof.ndjson), and ten steps tell nothing there. So
+losses are compared over as many steps as all runs of the start agree within a quarter of what is allowed, and over four at least: a
+wrong forward pass shows in the first, a wrong gradient or update from the second on.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +49,8 @@ _ROUNDOFF = {"fp32": 2**-24, "tf32": 2**-11, "fp16_autocast": 2**-11}
 _BF16_ROUNDOFF = 2**-8
 _SHARE, _LEAST = 2**-6, 2**-20
 """[Note: which difference of the losses is rounding]"""
+_CALM, _FEWEST_STEPS = 1 / 4, 4
+"""[Note: calm steps]"""
 
 
 def name_of(options: Options) -> str:
@@ -106,6 +114,16 @@ def difference_of(losses: Sequence[float], reference: Sequence[float]) -> float:
     return apart / size if size else math.inf if apart else 0.0
 
 
+def calm_steps(runs: Sequence[Sequence[float]], allowed: float) -> int:
+    """Over how many of the first steps losses can be compared, by those of several runs of one step. [Note: calm steps]"""
+    most = max(map(len, runs))
+    for steps in range(most, _FEWEST_STEPS, -1):
+        pairs = itertools.combinations([run[:steps] for run in runs], 2)
+        if all(difference_of(a, b) <= _CALM * allowed for a, b in pairs):
+            return steps
+    return min(most, _FEWEST_STEPS)
+
+
 class BudgetSpent(Exception):
     """A measurement did not run."""
 
@@ -117,6 +135,8 @@ class Reference(NamedTuple):
     losses: Sequence[float]
     others: Sequence[Sequence[float]] = ()
     """Those of further runs. [Note: the nearest run]"""
+    steps: int | None = None
+    """How many of them count; None: the calm ones. [Note: calm steps]"""
 
 
 class LossCheck(NamedTuple):
@@ -159,9 +179,11 @@ class Trials:
             return f"its loss is not finite: {_shown(losses)}" if losses else "its record has no losses"
         self.reference = reference_of(options, tried)
         again = self.measured(options, 1)
-        check = self.check_losses(again, precision, Reference(precision, self.reference.losses, again.others))
+        runs = [_finite(each) for each in (tried, again) if None not in each.losses]
+        steps = calm_steps([*runs, *tried.others, *again.others], allowed_difference(precision, precision))
+        check = self.check_losses(again, precision, Reference(precision, self.reference.losses, again.others, steps))
         if not check.why and tried.others:  # the first one, too, must be near to one of the others
-            check = self.check_losses(tried, precision, Reference(precision, _finite(again), tried.others))
+            check = self.check_losses(tried, precision, Reference(precision, _finite(again), tried.others, steps))
         if check.apart is not None:
             self.spread = difference_of(_finite(again), self.reference.losses)
         if why := again.message or check.why:
@@ -232,13 +254,16 @@ class Trials:
             return LossCheck("its record has no losses")
         if not reference.losses:
             return LossCheck("")
-        apart = min(difference_of(losses, each) for each in (reference.losses, *reference.others))
+        runs = (reference.losses, *reference.others)
         allowed = allowed_difference(precision, reference.precision)
+        steps = reference.steps
+        if steps is None:
+            steps = calm_steps(runs, allowed_difference(reference.precision, reference.precision))
+        apart = min(difference_of(losses[:steps], each[:steps]) for each in runs)
         if apart <= allowed:
             return LossCheck("", apart, allowed)
-        steps = min(len(losses), len(reference.losses))
-        runs = len(reference.others) + 1
-        whose = "the start's" if runs == 1 else f"those of the nearest of the start's {runs} runs"
+        steps = min(steps, len(losses), len(reference.losses))
+        whose = "the start's" if len(runs) == 1 else f"those of the nearest of the start's {len(runs)} runs"
         why = f"the losses of {steps} steps differ from {whose} by {apart:.2g}, and rounding explains {allowed:.2g}"
         return LossCheck(why, apart, allowed)
 

@@ -53,7 +53,8 @@ class FakeLab(ScriptLab):
         if text in ("gc=off", self.fails):
             return "ValueError: no (exit code 1)", "crash"
         facts = {"timed_s": 5 * self.time_s(text), "timed_steps": 5, "script_precision": "fp32"}
-        facts |= {"not_applied": "adamw: none was built"} if text == "adamw=fused" else {}
+        facts |= {"not_applied": "adamw: none was built"} if "adamw" in text else {}
+        facts |= {"timed_s": None} if text == "adamw=trainstep" else {}
         facts |= {"timed_s": None} if text == "workers=9" else {}
         facts |= {"peak_rss_bytes": 2**30}
         record = a_run(facts=facts, tables={"losses": {"loss": [2.0, 1.0]}})
@@ -107,18 +108,48 @@ def test_a_round_takes_as_many_changes_as_the_budget_has_room_for(tmp_path: Path
     lab.first()
     lab._starts_s, lab._turns_s = [50.0], [30.0]  # the last comparison: 2 * 50 + 10 * 30 s
     lab._began_s += 400 + 120 - 300  # 120 s for a round: the original and two changes take 110, three 140
-    lab.measure_in_rounds([{"workers": "2"}, {"workers": "4"}, {"workers": "8"}])
-    assert lab.started[1:4] == ["", "workers=2", "workers=4"], "those that come first"
+    lab.measure_in_rounds([{"workers": "2"}, {"pin_memory": "on"}, {"copies": "non_blocking"}])
+    assert lab.started[1:4] == ["", "workers=2", "pin_memory=on"], "those that come first"
     count = len(lab.started)
     lab._began_s += 10_000  # time is found after all
-    lab.trial({"workers": "8"}, 0)
-    lab.compare({}, {"workers": "8"}, 0)
-    assert lab.started[count : count + 5] == ["workers=8", "", "workers=8", "workers=8", ""], (
-        "with an original beside it"
-    )
+    lab.trial({"copies": "non_blocking"}, 0)
+    lab.compare({}, {"copies": "non_blocking"}, 0)
+    assert lab.started[count : count + 5] == [
+        "copies=non_blocking",
+        "",
+        "copies=non_blocking",
+        "copies=non_blocking",
+        "",
+    ], "with an original beside it"
     count = len(lab.started)
-    assert lab.compare({}, {"workers": "4"}, 0).n < 6
+    assert lab.compare({}, {"pin_memory": "on"}, 0).n < 6
     assert len(lab.started) == count, "the originals of its rounds are over"
+
+
+def test_room_is_kept_for_a_comparison_of_all_that_helps_only_while_two_may(tmp_path: Path):
+    lab = FakeLab(tmp_path, lambda text: 0.5 if "workers" in text else 1.0, budget_minutes=5)
+    lab.first()
+    two, four, pinned = {"workers": "2"}, {"workers": "4"}, {"pin_memory": "on"}
+    assert lab._may_join([two, pinned]), "nothing is known of them yet"
+    assert not lab._may_join([two, four]), "two values of one change are never joined"
+    lab._starts_s, lab._turns_s = [50.0], [10.0]
+    lab._began_s += 340 - 300  # a round of three takes 80 s, the last comparison 200
+    lab.measure_in_rounds([two, four, pinned])
+    assert not lab._may_join([two, four, pinned]), "only the workers helped"
+    assert lab._may_join([two, {"copies": "non_blocking"}])
+    assert len(lab._ratios(two)) == 6, "all rounds ran, with what the last comparison would have taken"
+    assert lab.cut_off == []
+
+
+def test_what_found_nothing_to_change_may_end_before_its_turn(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab.measure_in_rounds([{"workers": "2"}, {"adamw": "trainstep"}])
+    assert lab.started[1:4] == ["", "workers=2", "adamw=trainstep"]
+    assert "adamw=trainstep" not in lab.started[4:]
+    tried = lab.trial({"adamw": "trainstep"}, 0)
+    assert (tried.failure_kind, tried.message) == ("not applied", "it found nothing to change: adamw: none was built")
+    assert 1 not in lab.groups[1:], "it did not run again alone"
 
 
 def test_rounds_that_are_on_disk_cost_nothing(tmp_path: Path):
@@ -253,16 +284,16 @@ def test_as_many_live_at_once_as_have_room(tmp_path: Path):
     assert lab._room() == 1
     lab.first()
     lab._here = dataclasses.replace(lab._here, memory_bytes=10 * 2**30, gpu_memory_bytes=30 * 2**30)
-    assert lab._room() == 4  # half of the memory over 1.25 GiB
+    assert lab._room() == 4  # half of the memory over 1.1 GiB
     [name] = lab._known
     record = lab._known[name]
     on_gpu = dataclasses.replace(record, config={**record.config, "device": "cuda"})
     lab._known[name] = on_gpu
     assert lab._room() == 1, "nothing says what it takes of the GPU"
     lab._known[name] = dataclasses.replace(
-        on_gpu, facts={**on_gpu.facts, "peak_reserved_bytes": Fact(value=8 * 2**30, unit="bytes")}
+        on_gpu, facts={**on_gpu.facts, "peak_reserved_bytes": Fact(value=10 * 2**30, unit="bytes")}
     )
-    assert lab._room() == 2  # 10 + 1 GiB each
+    assert lab._room() == 2  # 11 + 1 GiB each
     lab.command = dataclasses.replace(lab.command, ranks=2)
     assert lab._room() == 1
 

@@ -67,7 +67,7 @@ class ScriptLab(ScriptProcesses):
     def measure_in_rounds(self, tried: Sequence[Options]) -> None:
         """Measure these against the original, all in each round, as far as the budget goes. `trial` and `compare` find them then.
 
-        [Note: the order] In the end the budget keeps room for one comparison: of all that helped, together.
+        [Note: the order] The budget keeps room for one comparison in the end, of all that helped, while two may help.
         """
         self._in_rounds = {self.key_of(options): options for options in tried}
         left, pair = list(tried), 0
@@ -108,7 +108,7 @@ class ScriptLab(ScriptProcesses):
         ratios = []
         for pair in range(self._pairs):
             before, after = (self._known.get(self._name(*role)) for role in self._in_round(options, pair))
-            if before is None or after is None or before.failure or after.failure:
+            if before is None or after is None or not before.samples or not after.samples:
                 break
             ratios.append(after.samples["step"].values[0] / before.samples["step"].values[0])
         return ratios
@@ -147,10 +147,16 @@ class ScriptLab(ScriptProcesses):
         best = sorted(left, key=lambda options: fmean(self._ratios(options) or [1.0]))
         while best:
             missing = sum(len(self._lacking(best, each)) for each in rounds)
-            if not missing or not self._is_spent(self._expected_s(missing) + self.comparison_s({})):
+            together_s = self.comparison_s({}) if self._may_join(best) else 0.0
+            if not missing or not self._is_spent(self._expected_s(missing) + together_s):
                 break
             best.pop()
         return [options for options in left if options in best]
+
+    def _may_join(self, left: Sequence[Options]) -> bool:
+        """Whether two of these, not two values of one change, may help, so that they are compared together in the end."""
+        helping = (options for options in left if not (ratios := self._ratios(options)) or not _none_gains(ratios))
+        return len({frozenset(self.changes(options)) for options in helping}) > 1
 
     def _ratio_words(self, left: Sequence[Options], pair: int) -> str:
         known = [(options, self._ratios(options)) for options in left]

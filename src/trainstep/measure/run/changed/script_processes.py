@@ -40,8 +40,8 @@ H200 (results/h200/script_hugging_face_proof.ndjson, script_nano_proof.ndjson)."
 _MOST_TOGETHER = 10
 _CONTEXT_BYTES = 2**30
 """What the driver takes of a GPU for a process, beside torch's memory."""
-_ROOM = 1.25
-"""A change may need more memory than the original."""
+_ROOM = 1.1
+"""A change may need more memory than the original. What fails for it beside others runs again alone."""
 
 Role = tuple[Options, str]
 """What a process runs, and its name among those that run the same."""
@@ -117,7 +117,7 @@ class ScriptProcesses:
         return groups * start_s + (processes - groups) * turn_s
 
     def _note_time(self, record: Record) -> None:
-        if record.failure is None and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
+        if record.samples and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
             (self._turns_s if record.fact("turn") else self._starts_s).append(record.duration_s)
 
     def _name(self, options: Options, role: str) -> str:
@@ -203,6 +203,8 @@ class ScriptProcesses:
         last = records[-1] if records else self.command.record
         config = {**last.config, "run": "proof", "first_step": 1}
         time_s, steps = last.fact("timed_s"), last.fact("timed_steps")
+        if changes and not trouble and not time_s and last.fact("not_applied"):  # it ended before its turn
+            return replace(last, config=config, samples={}, tables={})
         if not trouble and not (records and time_s and steps):
             seen = last.fact("steps_seen", 0) if records else 0
             trouble = f"the script ended after {seen} steps of {self._steps}: let it run longer, or give --script-steps"

@@ -6,7 +6,7 @@
 
 Of a run that is stopped the first steps are warm-ups, ten of forty, and the others are timed as one window. Where a proof starts
 several processes together, each waits for its turn after the third step, warms up again, and has the machine to itself from then on
-(turns.py), the workers of its loader included, which are stopped meanwhile.
+(turns.py), the workers of its loader included, which are stopped meanwhile. One whose change found nothing to change ends there.
 
 [Note: one window] What a proof compares is the mean step of a window with the device idle at both ends. The times of single steps
 are the host's. Whoever replays graphs runs tens of steps ahead of the device, and a short run would then measure launches; and
@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import dataloader
@@ -58,7 +58,7 @@ class Steering:
         self._has_changed_module = False
         self._began_s: float | None = None
         self._timed_s: float | None = None
-        self._stopped = False
+        self._ended_after: int | None = None
         self._autocast: str | None = None
         self._weights: torch.dtype | None = None
 
@@ -92,29 +92,34 @@ class Steering:
             self._losses.append([])
         if self._stop_after is None:
             return
+        if self._ended_after is not None:  # the script survived its end
+            self._end(steps)
         if self._turn is not None and steps == min(_BEFORE_TURN, self._warmups):
             _idle_s()
-            if not self._turn.wait():
-                raise StoppedAfter(steps)
+            if self.applied.not_applied or not self._turn.wait():
+                self._end(steps)
         if steps == self._warmups:
             self._began_s = _idle_s()
         if steps >= self._stop_after:
             if self._began_s is not None and self._timed_s is None:
                 self._timed_s = _idle_s() - self._began_s
-            if not self._stopped:
-                atexit.register(_end_workers)
-            self._stopped = True
-            raise StoppedAfter(steps)
+            self._end(steps)
+
+    def _end(self, steps: int) -> NoReturn:
+        if self._ended_after is None:
+            atexit.register(_end_workers)
+            self._ended_after = steps
+        raise StoppedAfter(steps)
 
     @property
     def facts(self) -> dict[str, Fact]:
         """What was applied and what was not, the precision of the script, and the window's time if the run was stopped."""
         not_applied = "; ".join(f"{name}: {why}" for name, why in self.applied.not_applied.items())
-        timed = self._stop_after - self._warmups if self._stopped and self._stop_after else None
+        timed = self._stop_after - self._warmups if self._timed_s is not None and self._stop_after else None
         return facts_of(
             applied=text_of_changes(self.applied.changes) or None,
             not_applied=not_applied or None,
-            stopped_after=self._stop_after if self._stopped else None,
+            stopped_after=self._ended_after,
             timed_steps=timed,
             timed_s=self._timed_s,
             script_precision=self._precision(),
