@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trace_maker import launched, op, span, trace
 from trainstep.traces.kineto import parse_trace, read_trace
-from trainstep.traces.patterns import ATTENTION, OPTIMIZER, SLICES, patterns_table
+from trainstep.traces.patterns import ATTENTION, MASK, OPTIMIZER, SLICES, patterns_table
 from trainstep.traces.work import read_work
 
 
@@ -99,6 +99,28 @@ def test_a_foreach_adam_on_a_gpu_is_found_by_its_lists(numbers):
     assert table["time_s"][0] == pytest.approx(467e-6)
     assert table["least_s"][0] == pytest.approx(233e-6, rel=0.01)
     assert "by foreach" in table["what"][0]
+
+
+@pytest.mark.parametrize("mask", [(1, 1, 1024, 1024), (16, 1, 1, 1024), (), (1, 1, 1024, 2048)])
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient"])
+def test_a_square_mask_of_a_fused_attention_is_found_in_both_passes(kernel, mask):
+    q, none = (16, 16, 1024, 64), ()
+    backward = {"cudnn": [q, q, q, q, q, (16, 16, 1024), none, none, mask], "efficient": [q, q, q, q, mask, q]}[kernel]
+    name = f"aten::_scaled_dot_product_{kernel}_attention"
+    events = [span("step 0", 0, 2000), span("forward", 0, 900), span("backward", 1000, 1900)]
+    for place, (at, op_name, shapes, time_us) in enumerate(
+        [(10, name, [q, q, q, mask], 300), (1010, f"{name}_backward", backward, 600)]
+    ):
+        opened = replace(op(op_name, at, at + 20), shapes=tuple(shapes))
+        events += [opened, *launched(op_name, at + 2, at + 30, at + 30 + time_us, place)]
+    table = patterns_table(read_work(trace(*events)))
+    if mask != (1, 1, 1024, 1024):
+        assert table == {}
+        return
+    assert (table["pattern"], table["phase"], table["calls"]) == ([MASK] * 2, ["forward", "backward"], [2.0] * 2)
+    assert table["time_s"] == pytest.approx([300e-6, 600e-6])
+    assert table["least_s"] == pytest.approx([150e-6, 300e-6])
+    assert "a mask of 1024 x 1024;" in table["what"][0]
 
 
 def test_an_sgd_by_tensor_is_not_called_an_adam(seen):

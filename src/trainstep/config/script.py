@@ -66,6 +66,7 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "compile": ("module", "reduce_overhead"),
     "precision": ("tf32", "bf16_autocast"),
     "attention": ("trainstep",),
+    "mask": ("causal",),
     "bucket_cap_mb": (),
     "gc": ("off",),
 }

@@ -62,6 +62,15 @@ CAUSES: Mapping[str, Cause] = {
         "take an attention that does not write scores to memory",
         ("torch.nn.functional.scaled_dot_product_attention",),
     ),
+    "attention_mask": Cause(
+        "attention with a mask",
+        "tell attention that it is causal in place of giving it a mask, where no sequence is padded or packed",
+        (
+            "scaled_dot_product_attention(query, key, value, is_causal=True)",
+            'AttentionInterface.register("causal", sdpa_attention_forward)',
+            'model.set_attn_implementation("causal")',
+        ),
+    ),
     "matmul_shapes": Cause("matmul shapes", "more tokens in a batch, and widths that are multiples of 128"),
     "precision": Cause(
         "precision",

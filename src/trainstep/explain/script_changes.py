@@ -21,6 +21,7 @@ _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "host_launches": ({"compile": "reduce_overhead"}, {"compile": "module"}),
     "small_kernels": ({"compile": "module"}, {"compile": "reduce_overhead"}),
     "attention_kernel": ({"attention": "trainstep"}, {"compile": "module"}),
+    "attention_mask": ({"mask": "causal"},),
     "casts": ({"compile": "module"},),
     "unfused": ({"compile": "module"},),
     "precision": ({"precision": "bf16_autocast"}, {"precision": "tf32"}),
@@ -28,7 +29,7 @@ _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "garbage_collector": ({"gc": "off"},),
 }
 """Cause -> the changes that remove it, in the order in which they are tried where all gain as much."""
-_IF_FOUND = ("data", "garbage_collector", "synchronisations")
+_IF_FOUND = ("data", "garbage_collector", "synchronisations", "attention_mask")
 """Causes whose changes are tried only if they were found, and not too small: else there is nothing that they could save."""
 _LEAST_SHARE = 0.01
 """Of the step. A proof tells no smaller gain."""

@@ -29,10 +29,11 @@ from trainstep.config.script import Part
 from trainstep.explain.evidence import Evidence, Habit, Place, rows_of, spread_of, with_copies_as_casts, work_of
 from trainstep.records.record import Record
 from trainstep.traces.kernel_classes import MATMUL
-from trainstep.traces.patterns import ATTENTION, OPTIMIZER, PRECISION, SLICES
+from trainstep.traces.patterns import ATTENTION, MASK, OPTIMIZER, PRECISION, SLICES
 
 _INSTALLED = "site-packages"
-_CAUSES = {ATTENTION: "attention_kernel", OPTIMIZER: "optimizer", SLICES: "small_kernels", PRECISION: "precision"}
+_CAUSES = {ATTENTION: "attention_kernel", MASK: "attention_mask", OPTIMIZER: "optimizer"}
+_CAUSES |= {SLICES: "small_kernels", PRECISION: "precision"}
 _LONGEST_RANGE_S = 5e-6
 _QUIET = 0.05
 """The share of a step that a machine's own background may take, and of the machine that it may use."""

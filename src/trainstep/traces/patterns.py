@@ -9,6 +9,8 @@ attention  scores = a batched matmul, then a softmax over its last dimension: al
            memory, which a fused attention does not do. At least: the batched matmuls. A fused attention does 7 batched matmuls
            where these are 6 (it computes the scores again in backward), skips masked blocks, and also does the softmax; on a CPU
            it took 0.84 to 1.12 times these matmuls' time (docs/log.md, 2026-11-25).
+mask       on a GPU, a fused attention that is given a mask of T x T. If it is causal, to say so skips half of the work. At least:
+           half of the time; a GPT-2 without the mask of Hugging Face's took 0.42 of it (docs/log.md, 2026-11-27).
 optimizer  an Adam (`addcdiv_`) of one tensor after the other, as foreach on a CPU is too; on a GPU foreach, which is a kernel for
            each of its eight ops. At least: a pass over parameter, gradient and two moments, 28 bytes an element.
 slices     the same few ops at least 8 times in a row, on slices that a split made or that are put together again. At least:
@@ -38,9 +40,13 @@ from trainstep.traces.tables import Columns, columns_of
 from trainstep.traces.work import TraceWork
 
 ATTENTION, OPTIMIZER, SLICES, PRECISION = "written-out attention", "optimizer by tensor", "slices", "fp32 matmuls"
+MASK = "attention with a mask"
 _BATCHED = ("aten::bmm", "aten::baddbmm")
 _MATMULS = (*_BATCHED, "aten::mm", "aten::addmm")
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
+_MASK_AT = {"cudnn_attention": 3, "cudnn_attention_backward": 8, "fused_attention_overrideable": 3}
+_MASK_AT |= {"efficient_attention": 3, "efficient_attention_backward": 4, "fused_attention_overrideable_backward": 4}
+"""torch's fused attention ops, without `aten::_scaled_dot_product_` -> which argument is the mask."""
 _UPDATE = "Optimizer.step#"
 _ADAM_BYTES = 28
 _FOREACH_UPDATE = "aten::_foreach_addcdiv_"
@@ -126,7 +132,7 @@ class _Reader:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The patterns that are there."""
-        for row in (self._attention(), self._optimizer(), self._slices(), self._precision()):
+        for row in (self._attention(), self._mask(), self._optimizer(), self._slices(), self._precision()):
             yield from row
 
     def _rows(
@@ -206,6 +212,18 @@ class _Reader:
 
     def _meets(self, opened: Range, shapes: set[tuple[int, int, int]]) -> bool:
         return _product(opened) in shapes or any(_scores(shape) in shapes for shape in _tensors(opened))
+
+    def _mask(self) -> Iterator[dict[str, Any]]:
+        shapes = {id(op): _mask_of(op) for op in self._ops}
+        masked = [op for op in self._ops if shapes[id(op)] and self._work.on_device]
+        costs: dict[str, _Cost] = {}
+        for op in masked:
+            phase = self._phases[id(op)]
+            costs[phase] = costs.get(phase, _NOTHING) + self._whole[id(op)]
+        words = ", ".join(sorted({" x ".join(map(str, shapes[id(op)][-2:])) for op in masked}))
+        least_ns = sum(cost.time_ns for cost in costs.values()) / 2
+        what = f"attention is given a mask of {words}; if it is causal, half of its work is for nothing"
+        yield from self._rows(MASK, len(masked), costs, least_ns, what)
 
     # Optimizer
 
@@ -348,6 +366,14 @@ def _first_list(opened: Range) -> list[tuple[int, ...]]:
     first = opened.shapes[0] if opened.shapes else ()
     entries = first if isinstance(first, tuple) else ()
     return [entry for entry in entries if isinstance(entry, tuple) and all(isinstance(size, int) for size in entry)]
+
+
+def _mask_of(opened: Range) -> tuple[Any, ...]:
+    """The shape of a fused attention's mask, if that is square."""
+    at = _MASK_AT.get(opened.name.removeprefix("aten::_scaled_dot_product_"), len(opened.shapes))
+    mask = opened.shapes[at] if at < len(opened.shapes) else ()
+    is_square = isinstance(mask, tuple) and len(mask) >= 2 and mask[-1] == mask[-2] and mask[-1] != 1
+    return mask if is_square else ()
 
 
 def _first(opened: Range) -> tuple[int, ...]:

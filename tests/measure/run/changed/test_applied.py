@@ -1,4 +1,4 @@
-"""What `--apply` changes of what a script builds: optimizers, loaders, modules, attention, buckets; and what stays its own."""
+"""What `--apply` changes of what a script builds: optimizers, loaders, modules, buckets; and what stays its own."""
 
 import functools
 import gc
@@ -9,7 +9,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainstep.measure.run.changed import applied as module
 from trainstep.measure.run.changed.applied import Applied
 from trainstep.ops.adamw import AdamW
 
@@ -32,7 +31,6 @@ def install(monkeypatch: pytest.MonkeyPatch):
         (torch.Tensor, "to"),
         (torch.Tensor, "cuda"),
         (torch, "compile"),
-        (torch.nn.functional, "scaled_dot_product_attention"),
     )
     for owner, name in places:
         monkeypatch.setattr(owner, name, getattr(owner, name))
@@ -213,34 +211,6 @@ def test_tf32_is_told_where_the_script_sets_its_own(install):
         assert applied.not_applied == {"precision": "the script sets the precision of matmuls itself"}
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_attention_is_ours_where_the_kernel_takes_the_call(install, monkeypatch: pytest.MonkeyPatch):
-    original = torch.nn.functional.scaled_dot_product_attention
-    called = []
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda *arguments, **options: called.append(1) or original(*arguments, **options),
-    )
-    monkeypatch.setattr(module, "_INTERPRETED", True)
-    applied = install(attention="trainstep")
-    q, k, v = torch.randn(3, 1, 2, 16, 8, dtype=torch.float32).unbind()
-    ours = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert (applied.counts["attention"], called) == (1, [])
-    torch.testing.assert_close(ours, original(q, k, v, is_causal=True))
-    mask = torch.ones(16, 16, dtype=torch.bool).tril()
-    for options in ({"attn_mask": mask}, {"dropout_p": 0.5}):
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-    torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
-    assert (applied.counts["attention"], len(called)) == (1, 3)
-
-
-def test_attention_on_a_cpu_is_left_to_torch(install):
-    applied = install(attention="trainstep")
-    q, k, v = torch.randn(3, 1, 2, 16, 8).unbind()
-    torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    assert applied.not_applied.keys() == {"attention"}
 
 
 def test_ddp_has_buckets_of_the_size(install):

@@ -18,7 +18,6 @@ a later one.
 import functools
 import gc
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,15 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainstep.measure.run.changed.attention import models_said_causal, said_causal, with_our_kernel
 from trainstep.measure.run.device_clock import matmul_precision
-from trainstep.ops import flash_attention
 from trainstep.ops.adamw import AdamW
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _COLLECT_EVERY = 200
 """Steps between two collections of garbage, under gc=off."""
-_HEAD_DIMS = range(8, 257)
-_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 _TORCH_ADAMW_ONLY = ("amsgrad", "maximize", "differentiable")
 
@@ -49,15 +45,18 @@ class Applied:
         """Change -> how many things it changed: loaders, optimizers, modules, calls of attention while nothing compiles."""
         self._why: dict[str, str] = {}
         self._script_compiles = self._compiles_itself = False
+        self.in_warmups = True
 
     def install(self) -> None:
         """Wrap what the script will call."""
-        for name, value in self.changes.items():
-            if name in _INSTALL:
-                _INSTALL[name](self, value)
+        for name, install in _INSTALL.items():  # in this order: a mask is taken away before our kernel refuses it
+            if name in self.changes:
+                install(self, self.changes[name])
 
     def change_module(self, module: torch.nn.Module) -> None:
         """Change the outermost module. Called once, when no forward pass is under way."""
+        if "mask" in self.changes:
+            models_said_causal(self, module)
         mode = self.changes.get("compile")
         if mode is not None:
             self._compile_module(module, mode)
@@ -309,52 +308,6 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-def _attention(applied: Applied, _: str) -> None:
-    """torch.nn.functional.scaled_dot_product_attention by trainstep's kernel, where it takes the call."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def noted() -> bool:  # while a graph is traced this runs once, and is no part of it
-        applied.did("attention")
-        return True
-
-    def made(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def attention(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attn_mask: torch.Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> torch.Tensor:
-            if attn_mask is None and dropout_p == 0.0 and _takes(query, key, value, enable_gqa):
-                noted()
-                found = flash_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-                return found if isinstance(found, torch.Tensor) else found[0]
-            result: torch.Tensor = original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            return result
-
-        return attention
-
-    applied.left("attention", "each call has a mask, dropout, or tensors that the kernel does not take")
-    _wrap(torch.nn.functional, "scaled_dot_product_attention", made)
-
-
-def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
-    """Whether the kernel takes these tensors: on a GPU, or anywhere where Triton's interpreter is on."""
-    if not (query.is_cuda or _INTERPRETED) or query.dim() != 4 or query.shape[-1] not in _HEAD_DIMS:
-        return False
-    if query.dtype not in _KERNEL_DTYPES or not query.dtype == key.dtype == value.dtype:
-        return False
-    heads, groups = query.shape[1], key.shape[1]
-    fits = heads == groups or (enable_gqa and heads % groups == 0)
-    return fits and key.shape == value.shape and key.shape[-1] == query.shape[-1] and key.shape[0] == query.shape[0]
-
-
 def _buckets(applied: Applied, value: str) -> None:
     """DistributedDataParallel is built with buckets of so many MiB."""
 
@@ -380,7 +333,8 @@ _INSTALL: Mapping[str, Callable[[Applied, str], None]] = {
     "copies": _copies,
     "compile": _compile,
     "precision": _precision,
-    "attention": _attention,
+    "attention": lambda applied, _: with_our_kernel(applied),
+    "mask": lambda applied, _: said_causal(applied),
     "bucket_cap_mb": _buckets,
 }
 _NOTHING: Mapping[str, str] = {
@@ -391,6 +345,7 @@ _NOTHING: Mapping[str, str] = {
     "compile": "no module of the script was called outermost",
     "precision": "no module of the script was called outermost",
     "attention": "the script calls no scaled_dot_product_attention",
+    "mask": "the script calls no scaled_dot_product_attention",
     "bucket_cap_mb": "the script builds no DistributedDataParallel",
     "gc": "no step ended",
 }

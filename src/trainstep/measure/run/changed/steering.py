@@ -96,9 +96,13 @@ class Steering:
             self._end(steps)
         if self._turn is not None and steps == min(_BEFORE_TURN, self._warmups):
             _idle_s()
-            if self.applied.not_applied or not self._turn.wait():
+            is_idle = self._has_changed_module and bool(
+                self.applied.not_applied
+            )  # else the change may be still to come
+            if is_idle or not self._turn.wait():
                 self._end(steps)
         if steps == self._warmups:
+            self.applied.in_warmups = False
             self._began_s = _idle_s()
         if steps >= self._stop_after:
             if self._began_s is not None and self._timed_s is None:

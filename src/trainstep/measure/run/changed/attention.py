@@ -1,0 +1,159 @@
+"""Changes of a script's attention, made from outside: another kernel, and a mask that is causal in words in place of numbers.
+
+    with_our_kernel(applied)                 # scaled_dot_product_attention by trainstep's kernel, where it takes the call
+    said_causal(applied)                     # a causal mask becomes is_causal=True
+    models_said_causal(applied, module)      # Hugging Face's models are told to make no mask
+
+`applied` notes what was done and what was left (applied.py).
+
+[Note: is it causal] Kernels skip what is_causal hides and compute all that a mask hides. In the warm-ups each mask is looked at,
+for which the host waits. In the window after them one counts for what the last of its shape was, as its author would write it.
+
+[Note: masks of Hugging Face's models] Before it makes a mask, transformers looks whether any token is padding or packed. While
+torch.compile traces the model it cannot look, so that every compiled model attends with a mask (seen in transformers 5.17 and 5.23
+with GPT-2 and Llama). It makes none for an attention whose name it does not know. Whoever says so promises that no sequence is
+padded or packed; losses tell, if one was.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from trainstep.ops import flash_attention
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_HEAD_DIMS = range(8, 257)
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HIDDEN = -1e4
+"""An additive mask hides with this or less."""
+_NAME = "sdpa_said_causal"
+
+
+class Notes(Protocol):
+    """What a change did, and why it did not."""
+
+    @property
+    def in_warmups(self) -> bool:
+        """Whether nothing is timed yet."""
+        ...
+
+    def did(self, name: str) -> None:
+        """The change found something to change."""
+        ...
+
+    def left(self, name: str, why: str) -> None:
+        """Something stays as it is."""
+        ...
+
+
+def with_our_kernel(applied: Notes) -> None:
+    """torch.nn.functional.scaled_dot_product_attention by trainstep's kernel, where it takes the call."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def noted() -> bool:  # while a graph is traced this runs once, and is no part of it
+        applied.did("attention")
+        return True
+
+    def attention(
+        original: Callable[..., torch.Tensor], mask: torch.Tensor | None, call: dict[str, Any]
+    ) -> torch.Tensor:
+        taken = call["query"], call["key"], call["value"], call["enable_gqa"]
+        if mask is not None or call["dropout_p"] != 0.0 or not _takes(*taken):
+            return original(attn_mask=mask, **call)
+        noted()
+        options = {name: call[name] for name in ("is_causal", "scale", "enable_gqa")}
+        found = flash_attention(*taken[:3], **options)
+        return found if isinstance(found, torch.Tensor) else found[0]
+
+    applied.left("attention", "each call has a mask, dropout, or tensors that the kernel does not take")
+    _wrap(attention)
+
+
+def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    """Whether the kernel takes these tensors: on a GPU, or anywhere where Triton's interpreter is on."""
+    if not (query.is_cuda or _INTERPRETED) or query.dim() != 4 or query.shape[-1] not in _HEAD_DIMS:
+        return False
+    if query.dtype not in _KERNEL_DTYPES or not query.dtype == key.dtype == value.dtype:
+        return False
+    heads, groups = query.shape[1], key.shape[1]
+    fits = heads == groups or (enable_gqa and heads % groups == 0)
+    return fits and key.shape == value.shape and key.shape[-1] == query.shape[-1] and key.shape[0] == query.shape[0]
+
+
+def said_causal(applied: Notes) -> None:
+    """A mask of scaled_dot_product_attention that is causal becomes is_causal=True. [Note: is it causal]"""
+    seen: dict[tuple[int, ...], bool] = {}
+
+    def attention(
+        original: Callable[..., torch.Tensor], mask: torch.Tensor | None, call: dict[str, Any]
+    ) -> torch.Tensor:
+        if mask is None or torch.compiler.is_compiling():
+            return original(attn_mask=mask, **call)
+        shape = tuple(mask.shape)
+        if applied.in_warmups or shape not in seen:
+            seen[shape] = _is_causal(mask, call["query"].shape[-2], call["key"].shape[-2])
+        if not seen[shape]:
+            return original(attn_mask=mask, **call)
+        applied.did("mask")
+        return original(attn_mask=None, **{**call, "is_causal": True})
+
+    applied.left("mask", "no mask that could be looked at is causal; what a compiled module makes cannot be")
+    _wrap(attention)
+
+
+def _is_causal(mask: torch.Tensor, queries: int, keys: int) -> bool:
+    """Whether the mask hides what comes later, and nothing else."""
+    if queries != keys or mask.shape[-2:] != (queries, keys) or mask.requires_grad:
+        return False
+    is_flag = mask.dtype == torch.bool
+    seen, hidden = (mask, ~mask) if is_flag else (mask == 0, mask <= _HIDDEN)
+    earlier = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
+    return bool(torch.where(earlier, seen, hidden).all())
+
+
+def models_said_causal(applied: Notes, module: torch.nn.Module) -> None:
+    """Each Hugging Face model in the module whose attention is sdpa makes no mask. [Note: masks of Hugging Face's models]"""
+    interface: Any = getattr(sys.modules.get("transformers"), "AttentionInterface", None)
+    sdpa = interface().get("sdpa") if interface is not None else None
+    told: set[torch.nn.Module] = set()
+    for part in module.modules() if sdpa is not None else ():
+        name = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        tell: Any = getattr(part, "set_attn_implementation", None)
+        if name is None or tell is None or part in told:
+            continue
+        told.update(part.modules())
+        if name == "sdpa":
+            interface.register(_NAME, sdpa)
+            tell(_NAME)
+            applied.did("mask")
+        else:
+            applied.left("mask", f"the model's attention is {name}, not sdpa")
+
+
+def _wrap(
+    attention: Callable[[Callable[..., torch.Tensor], torch.Tensor | None, dict[str, Any]], torch.Tensor],
+) -> None:
+    """Put a function in the way of scaled_dot_product_attention. It gets the original, the mask, and all other arguments."""
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    @functools.wraps(original)
+    def called(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        call = {"query": query, "key": key, "value": value, "dropout_p": dropout_p}
+        return attention(
+            original, attn_mask, {**call, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        )
+
+    torch.nn.functional.scaled_dot_product_attention = called
