@@ -31,14 +31,14 @@ _NO_PUBLISHED_TABLE = {
     "predicted_ranks": "the same on two GPUs; its records are in results/h100",
     "plan_grids": "a table of our own: what a search is graded on, in results/plan.md",
     "plan_grids_ranks": "the same on two GPUs",
-    "step_8b": "a table of our own, predicted in docs/guide/parallel.md; no two H200s have measured it yet",
-    "ddp_many": "predicted in results/h200/ddp_many.ndjson before any of it ran",
     "copy_ceiling": "what the ops are compared with; its record is in ops.jsonl",
     "memory_ranks": "a table of our own: each rank's memory beside the formula",
 }
 """Sweeps that mirror no published table, or whose table another sweep has."""
 
-_NOT_YET_WHOLE: Mapping[str, str] = {}
+_NOT_YET_WHOLE: Mapping[str, str] = {
+    "ddp_many": "30 of 32 cells: fsdp launched by the host, of xl and of 2.7B, was cut off by a time limit",
+}
 """Sweeps whose record in results/h200 lacks cells: how many it has, and why. A complete sweep must leave this list."""
 
 _EXTRA_MEASUREMENTS = {"graph_replay"}

@@ -79,7 +79,7 @@ def table(sweep: str, machine: str) -> None:
 def _row(line: Mapping[str, Any], record: Record) -> Iterator[str]:
     low, high = (1e3 * bound for bound in line["step_interval_s"])
     yield from (
-        step_words(planned_config(record.workload, record.config)),
+        step_words(planned_config(record.workload, record.config)) + _messages(record.config),
         line["group"],
         f"{1e3 * line['step_s']:.1f}",
         f"{low:.1f} to {high:.1f}",
@@ -93,6 +93,15 @@ def _row(line: Mapping[str, Any], record: Record) -> Iterator[str]:
     yield f"{record.fact('peak_allocated_bytes') / 2**30:.2f}"
     yield f"{_bytes_off(line, record, 'peak_allocated_bytes'):+.2%}"
     yield f"{_bytes_off(line, record, 'peak_reserved_bytes'):+.2%}"
+
+
+def _messages(config: Mapping[str, Any]) -> str:
+    """What tells two steps of a strategy apart: how its messages travel, and in what."""
+    if config.get("sync", "none") == "none":  # a baseline, or no ranks
+        return ""
+    narrow = [name for name in ("compute_dtype", "reduce_dtype") if config.get(name) == "bf16"]
+    copies = " by copies" if config.get("transport") == "copies" else ""
+    return copies + "".join(f", {name.replace('_', ' ')} bf16" for name in narrow)
 
 
 def _summary(rows: list[tuple[Mapping[str, Any], Record]]) -> Iterator[str]:
