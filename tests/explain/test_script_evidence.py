@@ -264,3 +264,36 @@ def test_only_copies_from_pageable_memory_are_found():
         tables = {"classes": classes, "kernels": {name: [value] for name, value in row.items()}}
         run = a_run(parts_ms=parts(forward=10.0), tables=tables, facts={"inspected_step": 5}, device="cuda")
         assert [finding.cause for finding in step_budget(script_evidence([run]), None).findings] == causes
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls", "read_s", "late"),
+    [
+        ("Pageable", 3, None, {"host_copies": 0.012}),
+        ("Pageable", 6, 1e-4, {"host_copies": 0.007, "synchronisations": 0.005}),  # half of the waits are others
+        (
+            "Pageable",
+            3,
+            0.008,
+            {"host_copies": 0.002, "synchronisations": 0.010},
+        ),  # a read has waited for the work before it
+        ("Pinned", 3, None, {"synchronisations": 0.010}),
+    ],
+)
+def test_who_waits_for_a_copy_from_pageable_memory_would_not_with_pinned(
+    kind: str, calls: int, read_s: float | None, late: dict[str, float]
+):
+    """A step of 20 ms, of which the GPU works for 10, and the host's own time is 4: what is launched late takes 10."""
+    kernels = {"phase": ["forward"] * 2, "class": ["matmul", "copies"], "span": [""] * 2, "layers": [""] * 2}
+    kernels |= {"name": ["gemm", f"Memcpy HtoD ({kind} -> Device)"], "calls": [1.0, 3.0], "share": [0.8, 0.2]}
+    kernels |= {name: [0.008, 0.002] for name in ("time_s", "mean_s", "min_s", "max_s")}
+    classes = {name: kernels[name] for name in ("phase", "class", "calls", "time_s", "share")}
+    host = {"phase": ["forward"], "host_s": [0.004], "blocked_s": [0.0], "allocation_s": [0.0]}
+    waits = {"file": ["t.py"] * 2, "line": [1, 2], "source": ["loss.item()", "x.to()"], "calls": [1, calls]}
+    waits |= {"why": ["read", "waits"], "time_s": [read_s, None]}
+    if read_s is None:
+        waits = {name: column[1:] for name, column in waits.items()}
+    tables = {"classes": classes, "kernels": kernels, "host": host, "waits": waits}
+    run = a_run(parts_ms=parts(forward=20.0), tables=tables, facts={"inspected_step": 5}, device="cuda")
+    found = {finding.cause: finding.excess.time_s for finding in step_budget(script_evidence([run]), None).findings}
+    assert found == pytest.approx(late, abs=2e-4)

@@ -101,6 +101,26 @@ def test_a_foreach_adam_on_a_gpu_is_found_by_its_lists(numbers):
     assert "by foreach" in table["what"][0]
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_foreach_adam_of_many_tensors_has_no_shapes(name):
+    """torch writes no shapes of lists with more than 30 tensors."""
+    events = [span("step 0", 0, 2000), span("optimizer", 0, 1000), span(f"Optimizer.step#{name}.step", 10, 900)]
+    for place, (opened, time_us) in enumerate({"aten::_foreach_mul_": 100, "aten::_foreach_addcdiv_": 200}.items()):
+        at = 20 + 200 * place
+        events += [
+            replace(op(opened, at, at + 20), shapes=((), (), ())),
+            *launched(opened, at + 2, at + 30, at + 30 + time_us, place),
+        ]
+    events.append(replace(op("aten::mm", 1200, 1210), shapes=((8, 8), (8, 8))))
+    table = patterns_table(read_work(trace(*events)))
+    if name == "SGD":
+        assert table == {}
+        return
+    assert (table["pattern"], table["time_s"]) == ([OPTIMIZER], pytest.approx([300e-6]))
+    assert table["least_s"] == pytest.approx([100e-6])
+    assert table["what"] == ["more than 30 tensors are updated by foreach, a pass over memory for each op"]
+
+
 @pytest.mark.parametrize("mask", [(1, 1, 1024, 1024), (16, 1, 1, 1024), (), (1, 1, 1024, 2048)])
 @pytest.mark.parametrize("kernel", ["cudnn", "efficient"])
 def test_a_square_mask_of_a_fused_attention_is_found_in_both_passes(kernel, mask):

@@ -16,7 +16,8 @@ long: N others can take N of N + 1 parts of it at most, whatever more they use w
 [Note: launching late] A line that waits for a GPU costs more than the wait: afterwards the GPU has nothing to do until the host
 has launched something. Had the host not waited, the step would take as long as the GPU's work or the host's own, the longer of the
 two. The host's own time is that of each phase, less what it was blocked for: as it usually is or as it was inspected, the shorter,
-because the usual one holds the waits and a profiler makes the inspected one longer.
+because the usual one holds the waits and a profiler makes the inspected one longer. Where the line copies from pageable memory,
+this is what not pinning costs, beside the copy itself: with pinned memory the host need not wait.
 """
 
 import re
@@ -41,6 +42,8 @@ _SIXTEEN = {"highest": 1 / 8, "high": 1 / 2, "medium": 1 / 2}
 """torch's precision of fp32 matmuls -> time of the same in 16 bits: data sheets have 1/16 and 1/2; no step reaches the first."""
 _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s1688gemm")
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
+_LONGEST_READ_S = 1e-3
+"""A read that waits longer has the GPU's work before it, and what waits after it finds the GPU idle."""
 _GRADIENT_BYTES = 4
 """A record has elements of gradients without their dtype."""
 _MOST_SENT_AGAIN = 0.75
@@ -74,6 +77,11 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     busy_s: float | None = sum(work.values()) or (sum(device) if on_device and device else None)
     contended_s, others = _contention(records, measured_s, on_device=on_device)
     habits = habits_of(inspected, samples, on_device=on_device)
+    seen_s = sum(row["time_s"] or 0.0 for row in waits)
+    blocked_s = max(seen_s, _late_s(inspected, samples, measured_s, busy_s or measured_s)) if on_device else 0.0
+    if copied_s := _copying_share(last, waits) * (blocked_s - seen_s):  # [Note: launching late]
+        blocked_s -= copied_s
+        habits = tuple(replace(habit, gap_s=copied_s) if habit.cause == "host_copies" else habit for habit in habits)
     left = 1 - contended_s / measured_s
     if on_device and contended_s:  # [Note: turns on a GPU]
         work = {group: left * time_s for group, time_s in work.items()}
@@ -83,7 +91,6 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         recompile_s, collector_s = left * recompile_s, left * collector_s
         own = max(0.0, measured_s - contended_s - recompile_s) / statistics.median(times)
         habits = tuple(replace(habit, excess_s=own * habit.excess_s) for habit in habits)
-    seen_s = sum(row["time_s"] or 0.0 for row in waits)
     exposed_s = last.fact("exposed_s") or 0.0
     if not on_device:
         exposed_s *= min(1.0, measured_s / (last.fact("profiled_step_s") or measured_s))
@@ -101,7 +108,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         message_dtype="fp32",
         synchronised_passes=_synchronised_passes(last, records),
         data_s=data_s,
-        blocked_s=max(seen_s, _late_s(inspected, samples, measured_s, busy_s or measured_s)) if on_device else 0.0,
+        blocked_s=blocked_s,
         recompile_s=recompile_s,
         allocator_s=sum(row["allocation_s"] for row in rows_of(last.tables.get("host"))),
         collector_s=collector_s,
@@ -130,6 +137,15 @@ def _late_s(
         else:  # what is outside of phases contains the wait for data
             own_s += min(other_s, max(0.0, inspected_s - data_s))
     return max(0.0, measured_s - max(busy_s, own_s))
+
+
+def _copying_share(record: Record, waits: Sequence[Mapping[str, Any]]) -> float:
+    """The share of the waits of unknown length that are copies from pageable memory; none where a read took as long as any."""
+    calls = sum(row["calls"] for row in waits if row["time_s"] is None)
+    if not calls or any((row["time_s"] or 0.0) > _LONGEST_READ_S for row in waits):
+        return 0.0
+    copies = sum(row["calls"] for row in _pageable(record))
+    return float(min(1.0, copies / calls))
 
 
 def _mean(samples: Mapping[str, Sequence[float]], name: str) -> float:
@@ -256,5 +272,9 @@ def matmul_precision(record: Record) -> str | None:
 
 def _pageable_s(record: Record) -> float:
     """Device time of copies from pageable memory."""
+    return float(sum(row["time_s"] for row in _pageable(record)))
+
+
+def _pageable(record: Record) -> list[dict[str, Any]]:
     rows = rows_of(record.tables.get("kernels"))
-    return float(sum(row["time_s"] for row in rows if row["name"].startswith("Memcpy HtoD (Pageable")))
+    return [row for row in rows if row["name"].startswith("Memcpy HtoD (Pageable")]

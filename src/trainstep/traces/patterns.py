@@ -12,7 +12,8 @@ attention  scores = a batched matmul, then a softmax over its last dimension: al
 mask       on a GPU, a fused attention that is given a mask of T x T. If it is causal, to say so skips half of the work. At least:
            half of the time; a GPT-2 without the mask of Hugging Face's took 0.42 of it (docs/log.md, 2026-11-27).
 optimizer  an Adam (`addcdiv_`) of one tensor after the other, as foreach on a CPU is too; on a GPU foreach, which is a kernel for
-           each of its eight ops. At least: a pass over parameter, gradient and two moments, 28 bytes an element.
+           each of its eight ops. At least: a pass over parameter, gradient and two moments, 28 bytes an element. Of lists of more
+           than 30 tensors torch writes no shapes; foreach moves 84 bytes an element, so at least a third of the time is taken.
 slices     the same few ops at least 8 times in a row, on slices that a split made or that are put together again. At least:
            the same elements in one op. Backward's part is found by autograd's sequence numbers. [Note: numbers] An op's number
            is that of the next gradient function, which an op without a gradient does not make: several ops have one number,
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.run import Phase
+from trainstep.traces.fused_attention import mask_of
 from trainstep.traces.kineto import Range
 from trainstep.traces.nesting import Nesting
 from trainstep.traces.tables import Columns, columns_of
@@ -44,11 +46,8 @@ MASK = "attention with a mask"
 _BATCHED = ("aten::bmm", "aten::baddbmm")
 _MATMULS = (*_BATCHED, "aten::mm", "aten::addmm")
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
-_MASK_AT = {"cudnn_attention": 3, "cudnn_attention_backward": 8, "fused_attention_overrideable": 3}
-_MASK_AT |= {"efficient_attention": 3, "efficient_attention_backward": 4, "fused_attention_overrideable_backward": 4}
-"""torch's fused attention ops, without `aten::_scaled_dot_product_` -> which argument is the mask."""
 _UPDATE = "Optimizer.step#"
-_ADAM_BYTES = 28
+_ADAM_BYTES, _FOREACH_BYTES = 28, 84
 _FOREACH_UPDATE = "aten::_foreach_addcdiv_"
 _SIMPLE = re.compile(r"::(add|add_|mul|mul_|copy_|sub|div)$")
 _SIMPLE_FOREACH = re.compile(r"::_foreach_(add_|mul_|lerp_|div_)$")
@@ -60,6 +59,8 @@ _SPLITS = re.compile(r"::(split\w*|tensor_split|chunk|unbind|unsafe_\w+)$")
 _JOINS = re.compile(r"::(cat|stack|hstack|vstack|concat\w*)$")
 _TAKES = re.compile(r"::(select|slice|narrow|index|index_select|gather)$")
 _LONGEST_PERIOD, _FEWEST, _LEAST_TENSORS = 8, 8, 8
+_MANY_TENSORS = 31
+"""So many at least, where torch wrote no shapes of the list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,7 @@ class _Reader:
         return _product(opened) in shapes or any(_scores(shape) in shapes for shape in _tensors(opened))
 
     def _mask(self) -> Iterator[dict[str, Any]]:
-        shapes = {id(op): _mask_of(op) for op in self._ops}
+        shapes = {id(op): mask_of(op) for op in self._ops}
         masked = [op for op in self._ops if shapes[id(op)] and self._work.on_device]
         costs: dict[str, _Cost] = {}
         for op in masked:
@@ -228,7 +229,7 @@ class _Reader:
     # Optimizer
 
     def _optimizer(self) -> Iterator[dict[str, Any]]:
-        cost, elements, tensors, is_foreach = _NOTHING, 0, 0, False
+        cost, least_ns, tensors, is_foreach = _NOTHING, 0.0, 0, False
         for nesting in self._nestings:
             for update in nesting.ranges:
                 if not (update.annotation and update.name.startswith(_UPDATE)):
@@ -238,16 +239,23 @@ class _Reader:
                 lists = not own and self._work.on_device and "Adam" in update.name
                 if lists:
                     own = [shape for op in inside if op.name == _FOREACH_UPDATE for shape in _first_list(op)]
-                if len(own) >= _LEAST_TENSORS:
+                without = lists and not own and any(op.name == _FOREACH_UPDATE for op in inside)
+                if without or len(own) >= _LEAST_TENSORS:
                     is_foreach |= lists
-                    cost += sum((self._own.get(id(op), _NOTHING) for op in inside), _NOTHING)
-                    elements += sum(map(math.prod, own))
-                    tensors += len(own)
+                    whole = sum((self._own.get(id(op), _NOTHING) for op in inside), _NOTHING)
+                    cost += whole
+                    bytes_ns = _ADAM_BYTES * sum(map(math.prod, own)) / self._bytes_per_ns
+                    least_ns += whole.time_ns * _ADAM_BYTES / _FOREACH_BYTES if without else bytes_ns
+                    tensors += len(own) or _MANY_TENSORS
         if not tensors:
             return
         way = "by foreach, a pass over memory for each op" if is_foreach else "one after the other"
-        what = f"{tensors / self._steps:,.0f} tensors are updated {way}"
-        least_ns = _ADAM_BYTES * elements / self._bytes_per_ns
+        many = (
+            f"{tensors / self._steps:,.0f}"
+            if tensors != _MANY_TENSORS * self._steps
+            else f"more than {_MANY_TENSORS - 1}"
+        )
+        what = f"{many} tensors are updated {way}"
         yield from self._rows(OPTIMIZER, tensors, {str(Phase.OPTIMIZER): cost}, least_ns, what)
 
     def _updates(self, opened: Range, update: Range) -> bool:
@@ -366,14 +374,6 @@ def _first_list(opened: Range) -> list[tuple[int, ...]]:
     first = opened.shapes[0] if opened.shapes else ()
     entries = first if isinstance(first, tuple) else ()
     return [entry for entry in entries if isinstance(entry, tuple) and all(isinstance(size, int) for size in entry)]
-
-
-def _mask_of(opened: Range) -> tuple[Any, ...]:
-    """The shape of a fused attention's mask, if that is square."""
-    at = _MASK_AT.get(opened.name.removeprefix("aten::_scaled_dot_product_"), len(opened.shapes))
-    mask = opened.shapes[at] if at < len(opened.shapes) else ()
-    is_square = isinstance(mask, tuple) and len(mask) >= 2 and mask[-1] == mask[-2] and mask[-1] != 1
-    return mask if is_square else ()
 
 
 def _first(opened: Range) -> tuple[int, ...]:
