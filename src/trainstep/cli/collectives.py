@@ -42,6 +42,8 @@ def collectives(
 
         trainstep collectives --backend nccl --ranks 2,4,8 --operation all_reduce,all_gather,reduce_scatter --mib 1,64,1024
 
+        trainstep collectives --compare transport --transport library,copies --mib 16,64,256
+
         trainstep collectives --compare dtype --dtype fp32,bf16 --mib 16 --page report.html
 
         srun --nodes 2 --ntasks-per-node 1 trainstep collectives --level in_nodes,across_nodes

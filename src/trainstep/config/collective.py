@@ -11,6 +11,7 @@ from trainstep.config.nodes import NODES_HELP, check_nodes
 from trainstep.costs.rank_groups import Level
 
 BACKENDS = ("gloo", "nccl")
+TRANSPORTS = ("library", "copies")
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LEVELS = {"all": Level.ALL, "in_nodes": Level.IN_GROUPS, "across_nodes": Level.ACROSS_GROUPS}
 """Name -> among which ranks the messages go, where the ranks of a node are a group."""
@@ -35,6 +36,14 @@ class CollectiveConfig:
         "all",
         tuple(LEVELS),
     )
+    transport: str = described(
+        "how the tensor travels; library: by NCCL or gloo; copies: by the GPUs' copy engines into each other's memory, between "
+        "ranks of one machine, of any size",
+        "library",
+        TRANSPORTS,
+    )
+    inbox_mib: int = described("MiB of each rank's memory for what arrives by copies", 256)
+    lanes: int = described("chunks under way at a time by copies, which share the inbox", 4)
     dtype: str = described("dtype of the tensor", "fp32", tuple(ELEMENT_BYTES))
     mib: float = described("MiB of the whole tensor that is reduced, gathered or sent; 0.001 is 1 KiB", 1.0)
     device: str = described("device of the tensor", "cpu", ("cpu", "cuda"))
@@ -59,6 +68,11 @@ class CollectiveConfig:
         check_integer(self, "seed", at_least=0, at_most=2**63 - 1)
         if not 0 < self.mib < math.inf or self.mib > 2**20:
             raise ValueError(f"mib: must be over 0 and at most {2**20}, not {self.mib:g}")
+        for name in ("inbox_mib", "lanes"):
+            check_integer(self, name, at_least=1)
+        if self.transport == "copies" and (self.operation == "broadcast" or self.nodes > 1):
+            what = "a broadcast" if self.operation == "broadcast" else "what goes to another node"
+            raise ValueError(f"transport: {what} is sent by the library; leave it at library")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend: nccl sends between GPUs; on a CPU take gloo")
 

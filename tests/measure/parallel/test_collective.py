@@ -24,6 +24,7 @@ from trainstep.measure.parallel.collective import (
     CollectiveWorkload,
     levels_of,
     link_ranks,
+    transport_of,
 )
 from trainstep.measure.parallel.meeting import count_others
 from trainstep.parallel.ranks import Ranks
@@ -36,7 +37,10 @@ __all__ = ["importable"]
 
 def measured(ranks: Ranks, config: dict[str, Any]) -> dict[str, Any]:
     """Run two warm-ups, a call that settles and three timed calls on this rank; its facts, and its tensors at the end."""
-    call = CollectiveCall(CollectiveConfig(**config), ranks, levels_of(CollectiveConfig(**config), ranks))
+    cell = CollectiveConfig(**config)
+    levels = levels_of(cell, ranks)
+    levels["all"].send_by(transport_of(cell))
+    call = CollectiveCall(cell, ranks, levels)
     warmups = call.times(call.config.warmups)
     call.collectives.traffic.clear()
     measurement = CollectiveMeasurement(call, lambda stage: None, {}, warmups)
@@ -73,6 +77,21 @@ def test_messages_bytes_and_values_are_those_of_the_operation(operation: str):
         assert torch.equal(wholes, sources.flatten().expand(3, 3))
     else:
         torch.testing.assert_close(shards.flatten(), total)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_copies_give_what_the_library_gives(operation: str, ranks: int):
+    """A message larger than the inbox, in an odd number of lanes, and one of a few bytes."""
+    for options in ({"mib": 0.7, "inbox_mib": 1, "lanes": 3}, {"mib": 1e-5}):
+        config = {"operation": operation, "ranks": ranks, **options}
+        library, copies = (
+            run_ranks(ranks, measured, config | {"transport": transport}) for transport in ("library", "copies")
+        )
+        place = 2 if operation == "reduce_scatter" else 1
+        for one, other in zip(library, copies, strict=True):
+            assert one["facts"]["messages"] == other["facts"]["messages"] == 4
+            torch.testing.assert_close(torch.tensor(one["tensors"][place]), torch.tensor(other["tensors"][place]))
 
 
 def run(**config: Any) -> list[Record]:

@@ -47,6 +47,17 @@ def texts(table: Any) -> list[dict[str, str]]:
     return [dict(zip(titles, (entry.text for entry in line), strict=True)) for line in table.entries]
 
 
+def test_copies_are_series_of_their_own():
+    sizes = (0.25, 16, 1024)
+    copied = {"transport": "copies"}
+    records = [cell(mib, **how) for how in ({}, copied, copied | {"lanes": 8, "inbox_mib": 64}) for mib in sizes]
+    _, fit = all_tables(rows(*records))
+    assert [line["transport"] for line in texts(fit)] == ["–", "copies", "copies, inbox 64 MiB, 8 lanes"]
+    [section] = collective_sections(rows(*records))
+    assert section.paragraphs[1].startswith("all_reduce by copies, 4 ranks, fp32: at most 180 GB/s")
+    assert "transport" not in texts(all_tables(rows(*map(cell, sizes)))[1])[0]
+
+
 def test_cells_and_the_fit_have_hand_computed_numbers():
     cells, fit = all_tables(rows(*map(cell, (0.25, 16, 1024))))
     last = texts(cells)[-1]

@@ -7,6 +7,9 @@ from the host's clock.
 Over several nodes a message goes among all ranks, among those of a node, or among those with the same place on every node
 (config/collective.py, `level`); the barrier is always of all ranks. After the calls each neighbouring pair of the level's ring, of
 nodes or of a node's ranks, sends the tensor there and back alone: the table `links`.
+
+With the transport `copies` a tensor of any size goes as the messages of a parallel strategy do (parallel/copies/), through an inbox
+that lives until a cell asks for another.
 """
 
 import json
@@ -23,6 +26,7 @@ from trainstep.costs.rank_groups import at_level
 from trainstep.measure.harness.workload import Findings, Stage
 from trainstep.measure.parallel.meeting import check_gpus, others_on_gpu
 from trainstep.parallel.collectives import Collectives, Pending, ShardGroups
+from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.process_group import start_ranks
 from trainstep.parallel.ranks import Ranks, alone
 from trainstep.records.facts import Fact, facts_of
@@ -40,6 +44,7 @@ class CollectiveWorkload:
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
         self._levels: dict[str, Collectives] = {}
+        self._transport: CopyEngines | None = None
         self._others: dict[str, Fact] = {}
 
     def prepare(self, config: Mapping[str, Any], stage: Stage) -> "CollectiveMeasurement":
@@ -51,6 +56,10 @@ class CollectiveWorkload:
             self._ranks = alone(cell.device) if cell.ranks == 1 else start_ranks(cell.backend, device=cell.device)
             self._others = others_on_gpu(self._ranks)
             self._levels = levels_of(cell, self._ranks)
+        transport = transport_of(cell)
+        if transport != self._transport:
+            self._levels["all"].send_by(transport)
+            self._transport = transport
         stage("build")
         call = CollectiveCall(cell, self._ranks, self._levels)
         stage("warmup")
@@ -188,6 +197,13 @@ def levels_of(config: CollectiveConfig, ranks: Ranks) -> dict[str, Collectives]:
         return {"all": everyone}
     groups = ShardGroups(everyone, on_each)
     return {"all": everyone, "in_nodes": groups.shards, "across_nodes": groups.replicas or everyone}
+
+
+def transport_of(config: CollectiveConfig) -> CopyEngines | None:
+    """The copies that a cell asks for; None: the library."""
+    if config.transport == "library":
+        return None
+    return CopyEngines(inbox_bytes=config.inbox_mib * 2**20, least_bytes=0, lanes=config.lanes)
 
 
 def _timed_by_host(start: Callable[[], Pending]) -> dict[str, float]:

@@ -36,6 +36,7 @@ def _with_messages(calibration: Record, records: Sequence[Record]) -> Record:
         if record.workload == "collective"
         and record.failure is None
         and record.config["backend"] == "nccl"
+        and record.config.get("transport", "library") == "library"
         and record.environment.hostname == calibration.environment.hostname
         and record.samples["time"].values
     ]

@@ -42,6 +42,10 @@ from trainstep.report.parallel.links import level_words, links_tables, slowest_w
 LABEL = ("operation", "backend", "ranks", "dtype")
 _PLACED = ("nodes", "level")
 """What else tells series apart where ranks are on several nodes."""
+_SENT = ("transport", "inbox_mib", "lanes")
+"""The same where messages go by copies."""
+_INBOX_MIB, _LANES = 256, 4
+"""What is not worth saying."""
 _HOW = (
     "Time: of the slowest rank, median ± half the interquartile range. Algorithm bandwidth: size over median time. Bus "
     "bandwidth: bytes that a ring's busiest rank sends over median time, comparable with one direction of a link."
@@ -53,7 +57,7 @@ _FIT = (
 _BETWEEN = "What each node sends to the next at the fitted bandwidth, if messages go in rings."
 _ALONE = "With one rank nothing is sent, so the time is the cost of the call."
 Key = tuple[Any, ...]
-"""The values that the sizes of a series share: LABEL, nodes and level, then device, machine and file."""
+"""The values that the sizes of a series share: LABEL, nodes, level, transport, then device, machine and file."""
 
 
 def series_of(rows: Sequence[Row]) -> dict[Key, list[Row]]:
@@ -63,7 +67,7 @@ def series_of(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     def key_of(row: Row) -> Key:
         config, environment = row.record.config, row.record.environment
         machine = labels.get(environment, environment.gpu or environment.cpu)
-        placed = config.get("nodes", 1), level_words(config)
+        placed = config.get("nodes", 1), level_words(config), transport_words(config)
         return *(config[name] for name in LABEL), *placed, config["device"], machine, row.file
 
     return {
@@ -91,7 +95,7 @@ def cells_table(rows: Sequence[Row]) -> Table:
     columns = [
         *_NAMED,
         *_PLACE_COLUMNS,
-        *point_columns(rows, without=(*LABEL, *_PLACED, "mib")),
+        *point_columns(rows, without=(*LABEL, *_PLACED, *_SENT, "mib")),
         # A cell that failed early did not record its bytes.
         Column(
             "size",
@@ -150,7 +154,24 @@ _PLACE_COLUMNS = [
         names=True,
         optional=True,
     ),
+    Column(
+        "transport",
+        TEXT,
+        lambda row: transport_words(row_of(row).record.config) or None,
+        failed=None,
+        names=True,
+        optional=True,
+    ),
 ]
+
+
+def transport_words(config: Mapping[str, Any]) -> str:
+    """`copies` or `copies, inbox 64 MiB, 8 lanes`; empty where the library sends."""
+    if config.get("transport", "library") == "library":
+        return ""
+    inbox_mib, lanes = config["inbox_mib"], config["lanes"]
+    parts = [f"inbox {inbox_mib} MiB"] * (inbox_mib != _INBOX_MIB) + [f"{lanes} lanes"] * (lanes != _LANES)
+    return ", ".join(["copies", *parts])
 
 
 def _nodes(record: Record) -> int | None:
@@ -248,8 +269,8 @@ def _rest(key: Key, series: dict[Key, list[Row]]) -> str:
 
 
 def _name(key: Key) -> str:
-    operation, backend, ranks, dtype, _, level, *_ = key
-    return f"{operation} by {backend}, {ranks} ranks, {dtype}{', ' * bool(level)}{level}"
+    operation, backend, ranks, dtype, _, level, transport, *_ = key
+    return ", ".join([f"{operation} by {transport or backend}, {ranks} ranks, {dtype}", *([level] if level else [])])
 
 
 def _mib(record: Record) -> float:
