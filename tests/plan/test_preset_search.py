@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainstep.plan.preset import CHANGES, IF_LESS, IF_TOO_LARGE, Change, Result, changes_within, search
+from trainstep.plan.preset import ALWAYS, CHANGES, IF_LESS, IF_TOO_LARGE, Change, Result, changes_within, search
 from trainstep.plan.trials import Options, Trial, allowed_difference, difference_of
 from trainstep.records.compare import Comparison
 
@@ -259,8 +259,9 @@ def test_a_start_that_never_fits_ends_the_search():
 
 
 def test_precisions_are_tried_only_if_allowed_and_ops_only_in_our_model():
-    first = changes_within(["bf16_autocast"], built_in=True)[0]
-    assert first.options == {"precision": "bf16_autocast"}
+    always = [change.options for change in changes_within(["bf16_autocast"], built_in=True) if change.when == ALWAYS]
+    assert always[:2] == [{"capture": "auto"}, {"precision": "bf16_autocast"}], "the device's time decides from then on"
+    assert len(changes_within(["bf16_autocast"], built_in=True)) == len(CHANGES) + 1
     assert not any("precision" in change.options for change in CHANGES)
     own = [name for change in changes_within([], built_in=False) for name in change.options]
     assert "ops" not in own

@@ -63,14 +63,17 @@ CHANGES = (
     _row(IF_LESS, recompute="selective"),
     _row(IF_LESS, recompute="narrow"),
 )
-"""What is tried, the largest expected gain first. Allowed precisions come before, because they decide which attentions can run.
-Less recomputation comes last, when other changes may have made room."""
+"""What is tried, the largest expected gain first. Less recomputation comes last, when other changes may have made room."""
+_BEFORE_PRECISIONS = "capture"
+"""Allowed precisions come after it: a step that waits for the host is noisy, so that a comparison takes minutes, and hides what
+its kernels gain. They come before all else, because they decide which attentions can run."""
 
 
 def changes_within(precisions: Sequence[str], *, built_in: bool) -> list[Change]:
-    """The rows for a model, after one for each allowed precision."""
+    """The rows for a model, with one for each allowed precision."""
     allowed = [_row(precision=name) for name in precisions]
-    return [change for change in (*allowed, *CHANGES) if built_in or not change.built_in]
+    place = 1 + next(place for place, change in enumerate(CHANGES) if _BEFORE_PRECISIONS in change.options)
+    return [change for change in (*CHANGES[:place], *allowed, *CHANGES[place:]) if built_in or not change.built_in]
 
 
 @dataclass(kw_only=True)
