@@ -256,8 +256,6 @@ def test_of_a_script_the_lines_and_a_patch_are_shown(capsys: pytest.CaptureFixtu
     assert "write the lines below" in shown(capsys, command=command, code=3)
     assert app.run([*command, "--out-config", "a.toml"]) == 2
     assert "out_config: a script of your own has no options" in capsys.readouterr().err
-    assert app.run([*command, "--allow-batch-size", "3"]) == 2
-    assert "allow_batch_size: a script's batch cannot be changed" in capsys.readouterr().err
     assert app.run([*command, "--allow-precision", "bf16"]) == 2
     assert "allow_precision: bf16 cannot be applied to a script" in capsys.readouterr().err
     assert app.run([*command, "--script-steps", "2"]) == 2

@@ -184,6 +184,20 @@ def test_a_changed_loss_is_not_compared():
     assert proof.singles[0].step.apart == pytest.approx(3e-3, rel=0.1)
 
 
+def test_what_looks_hopeless_is_judged_by_its_comparison_where_no_second_trial_is_left(monkeypatch: pytest.MonkeyPatch):
+    lab = Lab({"step": 1.7, "block": 0.8})
+
+    def trial(self: Lab, options: Options, repeat: int) -> Trial | None:
+        if repeat and options != START:
+            return None  # the budget is spent
+        return Trial(losses=LOSSES, step_s=1.7 if "step" in options.values() else 1.0)
+
+    monkeypatch.setattr(Lab, "trial", trial)
+    proof = lab.run(CAPTURE, BLOCK)
+    assert [tried.step.word for tried in proof.singles] == ["slower", "faster"]
+    assert proof.untried == []
+
+
 def test_losses_are_held_to_the_nearest_of_the_starts_runs(monkeypatch: pytest.MonkeyPatch):
     """Runs of a step that adds in no fixed order may be further apart than is allowed; a wrong loss is far from all."""
     far, near = (tuple(loss * (1 + share) for loss in LOSSES) for share in (3e-4, 3.005e-4))

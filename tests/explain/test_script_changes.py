@@ -11,10 +11,10 @@ from trainstep.explain.script_evidence import script_evidence
 def candidates(
     *, data_ms: float = 0.0, on_gpu: bool = True, ranks: int = 1, precision: str | None = "fp32", **options: object
 ) -> dict[str, Candidate]:
-    allowed = options.pop("allowed", [])
+    allowed, batch_sizes = options.pop("allowed", []), options.pop("batch_sizes", [])
     budget = step_budget(script_evidence([a_run(parts_ms={**dict.fromkeys(Part, 1.0), Part.DATA: data_ms})]), None)
     place = ScriptPlace(on_gpu=on_gpu, ranks=ranks, cores=16, precision=precision, **options)
-    return {candidate.name: candidate for candidate in script_candidates(budget, place, allowed)}
+    return {candidate.name: candidate for candidate in script_candidates(budget, place, allowed, batch_sizes)}
 
 
 def test_what_a_finding_predicts_comes_first_and_what_is_refused_last():
@@ -40,6 +40,16 @@ def test_a_precision_that_is_allowed_is_tried():
     found = candidates(allowed=["tf32"])
     assert not found["precision tf32"].refusal
     assert found["precision bf16_autocast"].refusal
+
+
+def test_a_batch_that_is_allowed_is_tried_where_the_scripts_own_is_known():
+    found = candidates(batch_sizes=[8, 16], batch_size=8)
+    assert [name for name in found if name.startswith("batch")] == ["batch_size 16"]
+    assert not found["batch_size 16"].refusal
+    assert candidates(batch_sizes=[16])["batch_size 16"].refusal == (
+        "no data loader of the script says how many sequences it reads"
+    )
+    assert "batch_size 16" not in candidates()
 
 
 def test_ranks_share_the_cores():

@@ -102,8 +102,8 @@ def run(
     trackio
         Also log the times of steps to this project of trackio.
     apply
-        Change the script from outside: NAME=VALUE,... of adamw=fused|trainstep, workers=N, pin_memory=on, copies=non_blocking,
-        compile=module|reduce_overhead, precision=tf32|bf16_autocast, attention=trainstep, mask=causal, bucket_cap_mb=N, gc=off.
+        Changes from outside: adamw=fused|trainstep,workers=N,pin_memory=on,batch_size=N,copies=non_blocking,attention=trainstep,
+        compile=module|reduce_overhead,precision=tf32|bf16_autocast,mask=causal,bucket_cap_mb=N,gc=off.
     stop_after
         End the script cleanly after so many steps. The losses of the first ten are in the records.
     turn

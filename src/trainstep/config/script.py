@@ -61,6 +61,7 @@ class ScriptConfig:
 CHANGES: Mapping[str, tuple[str, ...]] = {
     "adamw": ("fused", "trainstep"),
     "workers": (),
+    "batch_size": (),
     "pin_memory": ("on",),
     "copies": ("non_blocking",),
     "compile": ("module", "reduce_overhead"),

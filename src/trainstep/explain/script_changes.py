@@ -35,6 +35,8 @@ _LEAST_SHARE = 0.01
 """Of the step. A proof tells no smaller gain."""
 _GPU_ONLY = ("copies", "pin_memory")
 _GPU_ONLY_VALUES = ({"compile": "reduce_overhead"}, {"attention": "trainstep"}, {"adamw": "trainstep"})
+_BATCH_CAUSE = "matmul_shapes"
+"""Its page advises more tokens in a batch."""
 _MOST_WORKERS = 8
 PRECISIONS = CHANGES["precision"]
 """Those that can be applied from outside."""
@@ -49,14 +51,18 @@ class ScriptPlace:
     cores: int
     precision: str | None
     """As the first run of the script noted it; None before that."""
+    batch_size: int | None = None
+    """Of the loader that the original's first process read first."""
     compiles: bool = False
     """Something in it is compiled already."""
 
 
-def script_candidates(budget: Budget, place: ScriptPlace, allowed: Sequence[str]) -> list[Candidate]:
+def script_candidates(
+    budget: Budget, place: ScriptPlace, allowed: Sequence[str], batch_sizes: Sequence[int] = ()
+) -> list[Candidate]:
     """Each change once, with the first cause that it removes: the largest predicted gain first, those without one last.
 
-    `allowed`: precisions that the user allows.
+    `allowed`: precisions, and `batch_sizes`, that the user allows.
     """
     gains = {finding.cause: finding.gain for finding in reversed(budget.findings)}
     found: dict[str, Candidate] = {}
@@ -70,6 +76,11 @@ def script_candidates(budget: Budget, place: ScriptPlace, allowed: Sequence[str]
                 continue
             why = _refusal(fields, place, allowed)
             found.setdefault(str(fields), Candidate(fields=fields, cause=cause, gain=gains.get(cause), refusal=why))
+
+    why = "" if place.batch_size else "no data loader of the script says how many sequences it reads"
+    for size in batch_sizes:
+        if size != place.batch_size:
+            found[f"batch {size}"] = Candidate(fields={"batch_size": size}, cause=_BATCH_CAUSE, refusal=why)
 
     def order(candidate: Candidate) -> tuple[bool, bool, float]:
         gain = candidate.gain

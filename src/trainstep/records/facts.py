@@ -275,6 +275,7 @@ FACTS: Mapping[str, FactKind] = {
     "stopped_after": FactKind("count", int, "steps after which trainstep ended the script"),
     "timed_steps": FactKind("count", int, "steps of the window whose ends wait for the device"),
     "timed_s": FactKind("s", float, "time of that window"),
+    "loader_batch_size": FactKind("count", int, "sequences in a batch of the data loader that was read first"),
     "script_precision": FactKind("", str, "autocast's dtype, else the weights', else that of fp32 matmuls"),
     "process": FactKind("", str, "which fresh process of a proof the record is of"),
     "turn": FactKind("count", int, "of a proof's processes that started together: those whose windows came before"),

@@ -80,8 +80,6 @@ def _check(request: Request) -> None:
     """ValueError for options that have no effect on a script, or that cannot be applied from outside."""
     if request.out_config is not None:
         raise ValueError("out_config: a script of your own has no options that a file could hold; leave it out")
-    if request.batch_sizes:
-        raise ValueError("allow_batch_size: a script's batch cannot be changed from outside; leave it out")
     if name := next((name for name in request.precisions if name not in PRECISIONS), None):
         raise ValueError(
             f"allow_precision: {name} cannot be applied to a script from outside; {' and '.join(PRECISIONS)} can"
@@ -103,11 +101,14 @@ def _before_words(one: Explained, command: ScriptCommand, steps: int, records: s
 
 
 def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions) -> tuple[Proof, Sequence[Candidate]]:
-    """The proof, and what it tries. The original's first process says which precision the script has."""
+    """The proof, and what it tries. The original's first process says which precision and which batch the script has."""
     first = lab.first()
     precision = None if first is None or first.failure else first.fact("script_precision")
-    lab.start = {"precision": precision} if precision else {}
-    found = script_candidates(one.budget, _place(one.row.record, first, precision), request.precisions)
+    batch_size = None if first is None or first.failure else first.fact("loader_batch_size")
+    known = {"precision": precision, "batch_size": batch_size if request.batch_sizes else None}
+    lab.start = {name: value for name, value in known.items() if value}
+    place = _place(one.row.record, first, precision, batch_size)
+    found = script_candidates(one.budget, place, request.precisions, request.batch_sizes)
     if not how.dry_run:
         tell(f"{len(found)} changes to prove", how)
     if first is not None and first.failure is None:
@@ -115,12 +116,13 @@ def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions
     return measure(one, found, lab, lambda _: None, how, needs_losses=False), found
 
 
-def _place(record: Record, first: Record | None, precision: str | None) -> ScriptPlace:
+def _place(record: Record, first: Record | None, precision: str | None, batch_size: int | None) -> ScriptPlace:
     return ScriptPlace(
         on_gpu=record.config["device"] == "cuda",
         ranks=int(record.config.get("ranks", 1)),
         cores=cores(),
         precision=precision,
+        batch_size=batch_size,
         compiles=bool((first or record).fact("compiled_graphs") or record.fact("compiled_graphs")),
     )
 

@@ -44,6 +44,8 @@ class Hooks:
         self.followed: tuple[torch.nn.Module, ...] = ()
         self.called: torch.nn.Module | None = None
         """The followed module that was called first, with gradients: the one that trains."""
+        self.batch_size: int | None = None
+        """Of the first data loader that was read; None where that does not know it."""
         self._clock = clock
         self._on_update = on_update
         self._thread = threading.get_ident()
@@ -167,6 +169,8 @@ class Hooks:
         def followed_method(loader: Any, *arguments: Any, **options: Any) -> Any:
             if not self._followed():
                 return method(loader, *arguments, **options)
+            if self.batch_size is None:
+                self.batch_size = _batch_size_of(loader)
             self._clock.enter(Part.DATA)
             try:
                 return method(loader, *arguments, **options)
@@ -220,3 +224,12 @@ def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
     bound = method()
     if bound is not None:
         bound()
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """Sequences in a batch of a loader, also of one with a sampler of batches; None of an iterator."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(owner, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None

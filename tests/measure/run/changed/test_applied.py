@@ -213,6 +213,22 @@ def test_tf32_is_told_where_the_script_sets_its_own(install):
         torch.set_float32_matmul_precision(before)
 
 
+def test_the_batch_of_the_first_loader_is_changed_and_of_those_like_it(install):
+    applied = install(batch_size="6", workers="2")
+    sizes = [DataLoader(DATA, batch_size=size).batch_size for size in (3, 3, 5)]
+    assert sizes == [6, 6, 5]
+    assert DataLoader(DATA, batch_sampler=[[0, 1]]).batch_size is None
+    assert DataLoader(DATA, batch_size=None).batch_size is None
+    assert not applied.not_applied
+
+
+def test_a_loader_of_whole_batches_keeps_them(install):
+    applied = install(batch_size="6")
+    loader = DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]])
+    assert [len(batch[0]) for batch in loader] == [2, 2]
+    assert applied.not_applied.keys() == {"batch_size"}
+
+
 def test_ddp_has_buckets_of_the_size(install):
     applied = install(bucket_cap_mb="7")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -56,7 +56,8 @@ class FakeLab(ScriptLab):
         facts |= {"not_applied": "adamw: none was built"} if "adamw" in text else {}
         facts |= {"timed_s": None} if text == "adamw=trainstep" else {}
         facts |= {"timed_s": None} if text == "workers=9" else {}
-        facts |= {"peak_rss_bytes": 2**30}
+        facts |= {"peak_rss_bytes": 2**30, "loader_batch_size": int(changes.get("batch_size", 4))}
+        facts |= {"loader_batch_size": 4} if text == "batch_size=5" else {}
         record = a_run(facts=facts, tables={"losses": {"loss": [2.0, 1.0]}})
         Store(out).append(record)
         return "", ""
@@ -139,6 +140,20 @@ def test_room_is_kept_for_a_comparison_of_all_that_helps_only_while_two_may(tmp_
     assert lab._may_join([two, {"copies": "non_blocking"}])
     assert len(lab._ratios(two)) == 6, "all rounds ran, with what the last comparison would have taken"
     assert lab.cut_off == []
+
+
+def test_another_batch_is_compared_by_the_time_of_a_sequence(tmp_path: Path):
+    times_s = {"": 1.0, "batch_size=8": 1.6, "batch_size=16": 4.4, "batch_size=5": 1.0}
+    lab = FakeLab(tmp_path, lambda text: times_s[text])
+    lab.first()
+    lab.start = {"batch_size": 4}
+    double, fourfold, ignored = ({"batch_size": size} for size in (8, 16, 5))
+    lab.measure_in_rounds([double, fourfold, ignored])
+    assert lab.said[0].startswith("round 1 of 6: batch_size=8 0.800, batch_size=16 1.100 of")
+    comparison = lab.compare({"batch_size": 4}, double, 0)
+    assert (comparison.verdict, comparison.ratio) == ("faster", pytest.approx(0.8))
+    assert lab.trial(double, 0).step_s == pytest.approx(1.6)
+    assert lab.trial(ignored, 0).message == "it found nothing to change: the script reads batches of 4, not of 5"
 
 
 def test_what_found_nothing_to_change_may_end_before_its_turn(tmp_path: Path):

@@ -46,6 +46,8 @@ class Applied:
         self._why: dict[str, str] = {}
         self._script_compiles = self._compiles_itself = False
         self.in_warmups = True
+        self.batch_size: int | None = None
+        """Of the script's own loaders whose batch is changed."""
 
     def install(self) -> None:
         """Wrap what the script will call."""
@@ -185,7 +187,7 @@ def _trainstep_adamw(applied: Applied, original: Callable[..., Any]) -> type:
 
 
 def _loaders(applied: Applied, _: str) -> None:
-    """Each DataLoader is built with the workers and the pinned memory that are asked for, both by one wrapper."""
+    """Each DataLoader is built with the workers, the pinned memory and the batch that are asked for, by one wrapper."""
     if not hasattr(DataLoader.__init__, "changes_loaders"):
         _wrap(DataLoader, "__init__", functools.partial(_changed_loader, applied))
 
@@ -214,10 +216,23 @@ def _changed_loader(applied: Applied, init: Callable[..., None]) -> Callable[...
             else:
                 given["pin_memory"] = True
                 applied.did("pin_memory")
+        if "batch_size" in applied.changes:
+            _change_batch(applied, given)
         init(*bound.args, **bound.kwargs)
 
     changed_init.changes_loaders = True  # type: ignore[attr-defined]
     return changed_init
+
+
+def _change_batch(applied: Applied, given: dict[str, Any]) -> None:
+    """The batch of the first loader that has one, and of others with the same: those that evaluate have often another."""
+    size = given.get("batch_size", 1)
+    if given.get("batch_sampler") is not None or size is None:
+        applied.left("batch_size", "a loader has a sampler of whole batches, or gives samples one by one")
+    elif applied.batch_size in (None, size):
+        applied.batch_size = size
+        given["batch_size"] = int(applied.changes["batch_size"])
+        applied.did("batch_size")
 
 
 def _copies(applied: Applied, _: str) -> None:
@@ -330,6 +345,7 @@ _INSTALL: Mapping[str, Callable[[Applied, str], None]] = {
     "adamw": _adamw,
     "workers": _loaders,
     "pin_memory": _loaders,
+    "batch_size": _loaders,
     "copies": _copies,
     "compile": _compile,
     "precision": _precision,
@@ -341,6 +357,7 @@ _NOTHING: Mapping[str, str] = {
     "adamw": "the script builds no Adam or AdamW of torch.optim",
     "workers": "the script builds no DataLoader",
     "pin_memory": "the script builds no DataLoader",
+    "batch_size": "the script builds no DataLoader",
     "copies": "no copy from pinned memory to a GPU makes the host wait",
     "compile": "no module of the script was called outermost",
     "precision": "no module of the script was called outermost",

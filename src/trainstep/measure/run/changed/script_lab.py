@@ -110,8 +110,13 @@ class ScriptLab(ScriptProcesses):
             before, after = (self._known.get(self._name(*role)) for role in self._in_round(options, pair))
             if before is None or after is None or not before.samples or not after.samples:
                 break
-            ratios.append(after.samples["step"].values[0] / before.samples["step"].values[0])
+            ratios.append(after.samples["step"].values[0] / before.samples["step"].values[0] / self._work(options))
         return ratios
+
+    def _work(self, options: Options) -> float:
+        """Sequences of a step over those of the original: with another batch the time of each is compared."""
+        batch_size = self.start.get("batch_size")
+        return float(int(options["batch_size"]) / int(batch_size)) if batch_size and "batch_size" in options else 1.0
 
     def _of_round(self, options: Options, pair: int, attempt: int) -> Role:
         """A round's process. The original's first trial is no part of a round. [Note: the order]"""
@@ -180,6 +185,10 @@ class ScriptLab(ScriptProcesses):
             return Trial(failure_kind=failure.kind, phase=failure.phase, message=failure.message)
         if self.changes(options) and (why := record.fact("not_applied")):
             return Trial(failure_kind="not applied", phase="build", message=f"it found nothing to change: {why}")
+        batch_size = self.changes(options).get("batch_size")
+        if batch_size is not None and str(record.fact("loader_batch_size")) != batch_size:
+            why = f"the script reads batches of {record.fact('loader_batch_size')}, not of {batch_size}"
+            return Trial(failure_kind="not applied", phase="build", message=f"it found nothing to change: {why}")
         if "compile" in self.changes(options) and not record.fact("compiled_graphs"):
             return Trial(failure_kind="not applied", phase="build", message="torch.compile found nothing to compile")
         alike = [known for known in self._known.values() if known.key == record.key and known is not record]
@@ -210,8 +219,8 @@ class ScriptLab(ScriptProcesses):
                 return failed
             for first, second in zip(records[::2], records[1::2], strict=True):
                 pair = (second, first) if len(ratios) % 2 else (first, second)
-                for side, record in zip(times_s, pair, strict=True):
-                    side.append(record.samples["step"].values[0])
+                for side, record, options in zip(times_s, pair, (before, after), strict=True):
+                    side.append(record.samples["step"].values[0] / self._work(options))
                 ratios.append(times_s[1][-1] / times_s[0][-1])
                 if left:
                     self._say(f"{name}: pair {len(ratios)} of {self._pairs}: {ratios[-1]:.3f} of the original's time")

@@ -61,6 +61,7 @@ class Steering:
         self._ended_after: int | None = None
         self._autocast: str | None = None
         self._weights: torch.dtype | None = None
+        self._batch_size: int | None = None
 
     def install(self) -> None:
         """Apply the changes, and see what backward is called on."""
@@ -87,6 +88,7 @@ class Steering:
         if self._weights is None:
             self._weights = next((parameter.dtype for parameter in trained()), None)
         self.applied.step_ended(steps)
+        self._batch_size = hooks.batch_size
         self._keeps_losses = steps < WARMUP_STEPS
         if self._keeps_losses:
             self._losses.append([])
@@ -127,6 +129,7 @@ class Steering:
             timed_steps=timed,
             timed_s=self._timed_s,
             script_precision=self._precision(),
+            loader_batch_size=self._batch_size,
         )
 
     @property
