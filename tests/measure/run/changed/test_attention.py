@@ -149,6 +149,31 @@ def test_a_compiled_model_of_hugging_face_attends_without_its_mask(kind: str, ca
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", ["Mistral", "Bert", "Bart"])
+def test_a_model_that_needs_its_masks_keeps_them(kind: str):
+    """A window, an encoder, an encoder with a decoder: without masks they compute something else."""
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    if kind == "Mistral":
+        config = transformers.MistralConfig(**shape, num_key_value_heads=2, sliding_window=4)
+        model = transformers.MistralForCausalLM(config)
+    elif kind == "Bert":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**shape))
+    else:
+        sides = {f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+        model = transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=64, d_model=16, **sides))
+    applied = Applied({"mask": "causal"})
+    applied.change_module(model)
+    assert applied.not_applied["mask"].startswith("not all of the model's attentions")
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_model_with_another_attention_keeps_it(monkeypatch: pytest.MonkeyPatch):
     class Model(torch.nn.Module):
         config = SimpleNamespace(_attn_implementation="eager")

@@ -12,7 +12,7 @@ for which the host waits. In the window after them one counts for what the last 
 [Note: masks of Hugging Face's models] Before it makes a mask, transformers looks whether any token is padding or packed. While
 torch.compile traces the model it cannot look, so that every compiled model attends with a mask (seen in transformers 5.17 and 5.23
 with GPT-2 and Llama). It makes none for an attention whose name it does not know. Whoever says so promises that no sequence is
-padded or packed; losses tell, if one was.
+padded or packed; losses tell, if one was. Models with a window, an encoder or cross attention keep their masks.
 """
 
 import functools
@@ -126,12 +126,24 @@ def models_said_causal(applied: Notes, module: torch.nn.Module) -> None:
         if name is None or tell is None or part in told:
             continue
         told.update(part.modules())
-        if name == "sdpa":
+        if why := _why_masked(part):
+            applied.left("mask", why)
+        else:
             interface.register(_NAME, sdpa)
             tell(_NAME)
             applied.did("mask")
-        else:
-            applied.left("mask", f"the model's attention is {name}, not sdpa")
+
+
+def _why_masked(model: Any) -> str:
+    """Why a model needs more than is_causal says; empty if it does not, as far as its config and its attentions tell."""
+    config = model.config
+    if config._attn_implementation != "sdpa":
+        return f"the model's attention is {config._attn_implementation}, not sdpa"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds or getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
+        return "not all of the model's attentions see everything before: some have a window"
+    causal = [part.is_causal for part in model.modules() if hasattr(part, "is_causal")]
+    return "" if causal and all(causal) else "not all of the model's attentions are causal"
 
 
 def _wrap(
