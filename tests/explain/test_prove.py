@@ -231,10 +231,30 @@ def test_losses_are_held_to_the_steps_over_which_the_starts_runs_agree(monkeypat
         assert "the losses of 5 steps differ" in lab.run(CAPTURE).singles[0].step.reason
 
 
+def test_two_runs_are_enough_to_know_the_steps_that_count(monkeypatch: pytest.MonkeyPatch):
+    before = (2.5, 2.4, 2.3, 2.2, 2.1)
+    runs = [(*before, 2.0, 1.9), (*before, 2.001, 1.95)]
+    lab = Lab({"step": 0.5})
+    lab.losses = {"step": (*before, 2.002, 1.8)}
+    alone = Lab.trial
+
+    def trial(self: Lab, options: Options, repeat: int) -> Trial | None:
+        found = alone(self, options, repeat)
+        return replace(found, losses=runs[repeat]) if found and options == START else found
+
+    monkeypatch.setattr(Lab, "trial", trial)
+    proof = lab.run(CAPTURE)
+    assert proof.helped
+    assert proof.spread == 0.0, "over those steps"
+    lab.losses = {"step": before[:3]}
+    assert lab.run(CAPTURE).singles[0].step.reason == "not kept: it has the losses of 3 steps alone"
+
+
 def test_runs_that_differ_from_the_second_step_on_check_nothing():
     assert calm_steps([(2.0, 1.9, 1.8, 1.7, 1.6), (2.0, 1.8, 1.7, 1.6, 1.5)], 1e-4) == 4
     assert calm_steps([(2.0, 1.9, 1.8, 1.7, 1.6)] * 2, 1e-4) == 5
     assert calm_steps([(2.0, 1.9)], 1e-4) == 2
+    assert calm_steps([(2.0, 1.9, 1.8, 1.7, 1.6), (), (2.0,)], 1e-4) == 1, "no more than all of them have"
 
 
 def test_another_batch_has_other_losses_and_what_joins_it_is_held_to_these():

@@ -184,6 +184,15 @@ def test_on_a_gpu_the_multiprocessors_that_others_used_count(others: int, share:
         assert findings["another_process"].evidence == "2 other processes used 50% of the GPU's multiprocessors"
 
 
+def test_others_on_the_cores_take_nothing_of_the_gpus_work():
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.015], "share": [1.0]}
+    facts = {"inspected_step": 5, "core_wait_s": 0.6, "others_cpu_share": 0.5}
+    run = a_run(parts_ms=parts(forward=20.0), tables={"classes": classes}, facts=facts, device="cuda")
+    budget = step_budget(script_evidence([run]), None)
+    assert budget.floor_s == pytest.approx(0.015)
+    assert [finding.cause for finding in budget.findings] == ["another_process"]
+
+
 @pytest.mark.parametrize(("share", "taken"), [(0.9, 0.5), (0.3, 0.3)])
 def test_kernels_that_another_process_interrupted_are_no_work_of_ones_own(share: float, taken: float):
     """They count as running while the other has the GPU, so that the profile shows a busy one."""

@@ -47,7 +47,9 @@ def test_peaks_are_those_of_h200s(grades):
     assert worst <= 0.03, "fused blocks that recompute some results are up to 2.5 % off"
     median, worst = sizes([grade.reserved_error for grade in grades])
     assert median <= 0.005
-    assert worst <= 0.11, "8 % is the aim: a model compiled whole is beyond"
+    assert worst <= 0.16, (
+        "8 % is the aim: a model compiled whole is beyond, and 8B of plain ops with all blocks recomputed"
+    )
 
 
 @pytest.mark.parametrize("file", ["captured", "captured_ranks", "memory_sizes", "predicted_again", "sharded_optimizer"])

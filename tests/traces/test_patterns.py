@@ -101,9 +101,10 @@ def test_a_foreach_adam_on_a_gpu_is_found_by_its_lists(numbers):
     assert "by foreach" in table["what"][0]
 
 
+@pytest.mark.parametrize("short", [0, 10])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_a_foreach_adam_of_many_tensors_has_no_shapes(name):
-    """torch writes no shapes of lists with more than 30 tensors."""
+def test_a_foreach_adam_of_many_tensors_has_no_shapes(name, short):
+    """torch writes no shapes of lists with more than 30 tensors; another group of parameters may be shorter."""
     events = [span("step 0", 0, 2000), span("optimizer", 0, 1000), span(f"Optimizer.step#{name}.step", 10, 900)]
     for place, (opened, time_us) in enumerate({"aten::_foreach_mul_": 100, "aten::_foreach_addcdiv_": 200}.items()):
         at = 20 + 200 * place
@@ -111,6 +112,8 @@ def test_a_foreach_adam_of_many_tensors_has_no_shapes(name):
             replace(op(opened, at, at + 20), shapes=((), (), ())),
             *launched(opened, at + 2, at + 30, at + 30 + time_us, place),
         ]
+    if short:
+        events.append(replace(op("aten::_foreach_addcdiv_", 500, 510), shapes=(((8, 8),) * short, ())))
     events.append(replace(op("aten::mm", 1200, 1210), shapes=((8, 8), (8, 8))))
     table = patterns_table(read_work(trace(*events)))
     if name == "SGD":

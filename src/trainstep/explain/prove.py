@@ -40,7 +40,6 @@ from trainstep.plan.trials import (
     TrialFunction,
     Trials,
     name_of,
-    reference_of,
 )
 
 TOGETHER, AGAIN = "all changes that helped, together", "a second time"
@@ -354,7 +353,7 @@ class _Prover(Trials):
             work = fields[_BATCH] / start[_BATCH]
             lone = {**start, _BATCH: fields[_BATCH]}
             is_lone = len(fields) == 1
-            reference = Reference("", ()) if is_lone else reference_of(lone, self.measured(lone))
+            reference = Reference("", ()) if is_lone else self.reference_like(lone, self.measured(lone))
         step, _ = self.attempt(
             name, start, {**start, **fields}, fastest_s=self.proof.start_s, reference=reference, work=work
         )

@@ -75,17 +75,18 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     work = with_copies_as_casts(work_of(last.tables)) if on_device else {}
     device = [statistics.fmean(column) for name, column in samples.items() if name.startswith("device_") and column]
     busy_s: float | None = sum(work.values()) or (sum(device) if on_device and device else None)
-    contended_s, others = _contention(records, measured_s, on_device=on_device)
+    contended_s, others, of_gpu = _contention(records, measured_s, on_device=on_device)
+    left = 1 - contended_s / measured_s
+    if of_gpu and busy_s is not None:  # [Note: turns on a GPU]
+        work = {group: left * time_s for group, time_s in work.items()}
+        busy_s *= left
     habits = habits_of(inspected, samples, on_device=on_device)
     seen_s = sum(row["time_s"] or 0.0 for row in waits)
     blocked_s = max(seen_s, _late_s(inspected, samples, measured_s, busy_s or measured_s)) if on_device else 0.0
     if copied_s := _copying_share(last, waits) * (blocked_s - seen_s):  # [Note: launching late]
         blocked_s -= copied_s
         habits = tuple(replace(habit, gap_s=copied_s) if habit.cause == "host_copies" else habit for habit in habits)
-    left = 1 - contended_s / measured_s
-    if on_device and contended_s:  # [Note: turns on a GPU]
-        work = {group: left * time_s for group, time_s in work.items()}
-        busy_s = None if busy_s is None else left * busy_s
+    if of_gpu:
         habits = tuple(replace(habit, excess_s=left * habit.excess_s) for habit in habits)
     if not on_device:
         recompile_s, collector_s = left * recompile_s, left * collector_s
@@ -164,8 +165,8 @@ def _places(waits: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any
     return places
 
 
-def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool) -> tuple[float, str]:
-    """(time of a step that others took, who they are). Nothing below 5 %, which the background of any machine takes.
+def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool) -> tuple[float, str, bool]:
+    """(time of a step that others took, who they are, whether of the GPU). Nothing below 5 %, which any machine's background takes.
 
     Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU:
     the share of its multiprocessors that others used, at most that of their turns. [Note: turns on a GPU]
@@ -182,13 +183,15 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     on_gpu = share(lambda record: (record.fact("gpu_others_share") or 0.0) * record.duration_s) if on_device else 0.0
     if count and on_gpu > _QUIET:
         processes = f"{count} other process{'es' if count > 1 else ''}"
-        return min(
-            on_gpu, count / (count + 1)
-        ) * measured_s, f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
+        return (
+            min(on_gpu, count / (count + 1)) * measured_s,
+            f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors",
+            True,
+        )
     if min(waited, used) > _QUIET:
         words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
-        return min(waited, used) * measured_s, words
-    return 0.0, ""
+        return min(waited, used) * measured_s, words, False
+    return 0.0, "", False
 
 
 def _synchronised_passes(last: Record, records: Sequence[Record]) -> int:

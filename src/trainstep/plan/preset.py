@@ -22,7 +22,6 @@ from trainstep.plan.trials import (
     Trials,
     name_of,
     precision_of,
-    reference_of,
 )
 
 ALWAYS, IF_TOO_LARGE, IF_LESS = "always", "if the start runs out of memory", "if the best recomputes more"
@@ -182,7 +181,7 @@ class _Search(Trials):
         if step.kept:
             self.result.best, self._best_s = options, tried.step_s
             if precision_of(options) != self.reference.precision:
-                self.reference = reference_of(options, tried)
+                self.reference = self.reference_like(options, tried)
         return step
 
     def _applies(self, change: Change) -> bool:

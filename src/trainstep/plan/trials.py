@@ -30,7 +30,7 @@ those of the run that is nearest: the changes there were 3.5e-5 away at most.
 [Note: calm steps] Where training is unstable, that rounding grows from step to step: runs of one GPT-2 were 2e-6 apart over six
 steps, 3e-5 over eight and 3e-4 over ten (results/h200/script_hugging_face_plain_proof.ndjson), and ten steps tell nothing there. So
 losses are compared over as many steps as all runs of the start agree within a quarter of what is allowed, and over four at least: a
-wrong forward pass shows in the first, a wrong gradient or update from the second on.
+wrong forward pass shows in the first, a wrong gradient or update from the second on, if the learning rate does not begin at zero.
 """
 
 import itertools
@@ -117,7 +117,7 @@ def difference_of(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 def calm_steps(runs: Sequence[Sequence[float]], allowed: float) -> int:
     """Over how many of the first steps losses can be compared, by those of several runs of one step. [Note: calm steps]"""
-    most = max(map(len, runs))
+    most = min((len(run) for run in runs if run), default=0)
     for steps in range(most, _FEWEST_STEPS, -1):
         pairs = itertools.combinations([run[:steps] for run in runs], 2)
         if all(difference_of(a, b) <= _CALM * allowed for a, b in pairs):
@@ -180,19 +180,25 @@ class Trials:
             return f"its loss is not finite: {_shown(losses)}" if losses else "its record has no losses"
         self.reference = reference_of(options, tried)
         again = self.measured(options, 1)
-        runs = [_finite(each) for each in (tried, again) if None not in each.losses]
-        steps = calm_steps([*runs, *tried.others, *again.others], allowed_difference(precision, precision))
-        check = self.check_losses(again, precision, Reference(precision, self.reference.losses, again.others, steps))
+        first, second = _finite(tried), _finite(again)
+        others = tried.others or (second,)
+        steps = calm_steps([first, second, *others], allowed_difference(precision, precision))
+        check = self.check_losses(again, precision, Reference(precision, first, again.others, steps))
         if not check.why and tried.others:  # the first one, too, must be near to one of the others
-            check = self.check_losses(tried, precision, Reference(precision, _finite(again), tried.others, steps))
+            check = self.check_losses(tried, precision, Reference(precision, second, tried.others, steps))
         if check.apart is not None:
-            self.spread = difference_of(_finite(again), self.reference.losses)
+            self.spread = difference_of(second[:steps], first[:steps])
+        self.reference = Reference(precision, first, others, steps)
         if why := again.message or check.why:
             return (
                 f"a second run of the start with the same seed is not alike ({why}), so no change's loss can be checked; draw "
                 "weights and batches from run.seed"
             )
         return ""
+
+    def reference_like(self, options: Options, tried: Trial) -> Reference:
+        """The losses of other options as a reference, over the steps in which the start's runs agree."""
+        return reference_of(options, tried)._replace(steps=self.reference.steps)
 
     def attempt(
         self,
@@ -258,9 +264,9 @@ class Trials:
             return LossCheck("")
         runs = (reference.losses, *reference.others)
         allowed = allowed_difference(precision, reference.precision)
-        steps = reference.steps
-        if steps is None:
-            steps = calm_steps(runs, allowed_difference(reference.precision, reference.precision))
+        steps = reference.steps or calm_steps(runs, allowed_difference(reference.precision, reference.precision))
+        if len(losses) < min(steps, len(reference.losses)):
+            return LossCheck(f"it has the losses of {len(losses)} steps alone")
         apart = min(difference_of(losses[:steps], each[:steps]) for each in runs)
         if apart <= allowed:
             return LossCheck("", apart, allowed)

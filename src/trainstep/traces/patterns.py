@@ -59,8 +59,8 @@ _SPLITS = re.compile(r"::(split\w*|tensor_split|chunk|unbind|unsafe_\w+)$")
 _JOINS = re.compile(r"::(cat|stack|hstack|vstack|concat\w*)$")
 _TAKES = re.compile(r"::(select|slice|narrow|index|index_select|gather)$")
 _LONGEST_PERIOD, _FEWEST, _LEAST_TENSORS = 8, 8, 8
-_MANY_TENSORS = 31
-"""So many at least, where torch wrote no shapes of the list."""
+_MOST_WITH_SHAPES = 30
+"""torch writes no shapes of longer lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +229,7 @@ class _Reader:
     # Optimizer
 
     def _optimizer(self) -> Iterator[dict[str, Any]]:
-        cost, least_ns, tensors, is_foreach = _NOTHING, 0.0, 0, False
+        cost, least_ns, tensors, is_foreach, is_without = _NOTHING, 0.0, 0, False, False
         for nesting in self._nestings:
             for update in nesting.ranges:
                 if not (update.annotation and update.name.startswith(_UPDATE)):
@@ -239,22 +239,19 @@ class _Reader:
                 lists = not own and self._work.on_device and "Adam" in update.name
                 if lists:
                     own = [shape for op in inside if op.name == _FOREACH_UPDATE for shape in _first_list(op)]
-                without = lists and not own and any(op.name == _FOREACH_UPDATE for op in inside)
+                without = lists and any(op.name == _FOREACH_UPDATE and not _first_list(op) for op in inside)
                 if without or len(own) >= _LEAST_TENSORS:
+                    is_without |= without
                     is_foreach |= lists
                     whole = sum((self._own.get(id(op), _NOTHING) for op in inside), _NOTHING)
                     cost += whole
                     bytes_ns = _ADAM_BYTES * sum(map(math.prod, own)) / self._bytes_per_ns
                     least_ns += whole.time_ns * _ADAM_BYTES / _FOREACH_BYTES if without else bytes_ns
-                    tensors += len(own) or _MANY_TENSORS
+                    tensors += len(own) or 1
         if not tensors:
             return
         way = "by foreach, a pass over memory for each op" if is_foreach else "one after the other"
-        many = (
-            f"{tensors / self._steps:,.0f}"
-            if tensors != _MANY_TENSORS * self._steps
-            else f"more than {_MANY_TENSORS - 1}"
-        )
+        many = f"more than {_MOST_WITH_SHAPES}" if is_without else f"{tensors / self._steps:,.0f}"
         what = f"{many} tensors are updated {way}"
         yield from self._rows(OPTIMIZER, tensors, {str(Phase.OPTIMIZER): cost}, least_ns, what)
 

@@ -105,16 +105,21 @@ def test_any_other_mask_is_kept(calls: list[dict[str, Any]], mask: torch.Tensor)
 
 
 def test_masks_are_looked_at_until_the_window_begins(calls: list[dict[str, Any]]):
+    """And one that is not causal keeps all of its shape: in the window nobody could tell them apart."""
     applied = Applied({"mask": "causal"})
     applied.install()
-    q, k, v = torch.randn(3, 1, 1, 17, 8).unbind()
-    masks = [causal(17), causal(17).triu(-3), causal(17)]
-    for mask in masks:
+
+    def attend(mask: torch.Tensor) -> bool:
+        q, k, v = torch.randn(3, 1, 1, len(mask), 8).unbind()
         torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return calls[-1]["attn_mask"] is None
+
+    window = causal(17).triu(-3)
+    assert attend(causal(5))
+    assert [attend(mask) for mask in (causal(17), window, causal(17))] == [True, False, False]
     applied.in_warmups = False
-    torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=masks[1])  # not looked at
-    torch.nn.functional.scaled_dot_product_attention(q[..., :5, :], k[..., :5, :], v[..., :5, :], attn_mask=causal(5))
-    assert [options["attn_mask"] is None for options in calls] == [True, False, True, True, True]
+    assert [attend(mask) for mask in (causal(17), window, causal(5), causal(7))] == [False, False, True, True]
+    assert not attend(causal(9).triu(-3)), "the first of a new shape is looked at"
 
 
 def test_our_kernel_takes_what_had_a_causal_mask(install, monkeypatch: pytest.MonkeyPatch):

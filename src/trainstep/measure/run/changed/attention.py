@@ -6,8 +6,9 @@
 
 `applied` notes what was done and what was left (applied.py).
 
-[Note: is it causal] Kernels skip what is_causal hides and compute all that a mask hides. In the warm-ups each mask is looked at,
-for which the host waits. In the window after them one counts for what the last of its shape was, as its author would write it.
+[Note: is it causal] Kernels skip what is_causal hides and compute all that a mask hides. In the first steps each mask is looked at,
+for which the host waits. One that is not causal keeps all masks of its shape. Afterwards nobody looks: masks of a shape that were
+all causal count as such, as they would if their author had written is_causal.
 
 [Note: masks of Hugging Face's models] Before it makes a mask, transformers looks whether any token is padding or packed. While
 torch.compile traces the model it cannot look, so that every compiled model attends with a mask (seen in transformers 5.17 and 5.23
@@ -93,10 +94,13 @@ def said_causal(applied: Notes) -> None:
     ) -> torch.Tensor:
         if mask is None or torch.compiler.is_compiling():
             return original(attn_mask=mask, **call)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # nobody may look
+            return original(attn_mask=mask, **call)
         shape = tuple(mask.shape)
-        if applied.in_warmups or shape not in seen:
-            seen[shape] = _is_causal(mask, call["query"].shape[-2], call["key"].shape[-2])
-        if not seen[shape]:
+        is_causal = seen.get(shape, True)
+        if is_causal and (applied.in_warmups or shape not in seen):
+            is_causal = seen[shape] = _is_causal(mask, call["query"].shape[-2], call["key"].shape[-2])
+        if not is_causal:
             return original(attn_mask=mask, **call)
         applied.did("mask")
         return original(attn_mask=None, **{**call, "is_causal": True})

@@ -235,9 +235,14 @@ class ScriptLab(ScriptProcesses):
         """The end of a comparison of which a process is known to have failed; None if none has."""
         for options, role in roles:
             known = self._known.get(self._name(options, role))
-            if known is not None and known.failure is not None:
+            if known is not None and not known.samples:
                 who = text_of_changes(self.changes(options)) or _ORIGINAL
-                return Comparison(verdict="cannot tell", reason=f"{who} failed: {known.failure.message}")
+                why = (
+                    f"failed: {known.failure.message}"
+                    if known.failure
+                    else "found nothing to change in another process"
+                )
+                return Comparison(verdict="cannot tell", reason=f"{who} {why}")
         return None
 
     def _cut_off(self, name: str, ratios: Sequence[float]) -> Comparison | None:

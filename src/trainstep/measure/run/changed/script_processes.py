@@ -203,7 +203,7 @@ class ScriptProcesses:
         last = records[-1] if records else self.command.record
         config = {**last.config, "run": "proof", "first_step": 1}
         time_s, steps = last.fact("timed_s"), last.fact("timed_steps")
-        if changes and not trouble and not time_s and last.fact("not_applied"):  # it ended before its turn
+        if changes and records and not trouble and not time_s and last.fact("not_applied"):  # it ended before its turn
             return replace(last, config=config, samples={}, tables={})
         if not trouble and not (records and time_s and steps):
             seen = last.fact("steps_seen", 0) if records else 0

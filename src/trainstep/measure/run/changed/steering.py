@@ -92,6 +92,8 @@ class Steering:
         self._keeps_losses = steps < WARMUP_STEPS
         if self._keeps_losses:
             self._losses.append([])
+        if steps >= (self._warmups or WARMUP_STEPS):
+            self.applied.in_warmups = False
         if self._stop_after is None:
             return
         if self._ended_after is not None:  # the script survived its end
@@ -104,7 +106,6 @@ class Steering:
             if is_idle or not self._turn.wait():
                 self._end(steps)
         if steps == self._warmups:
-            self.applied.in_warmups = False
             self._began_s = _idle_s()
         if steps >= self._stop_after:
             if self._began_s is not None and self._timed_s is None:
