@@ -71,7 +71,7 @@ its kernels gain. They come before all else, because they decide which attention
 def changes_within(precisions: Sequence[str], *, built_in: bool) -> list[Change]:
     """The rows for a model, with one for each allowed precision."""
     allowed = [_row(precision=name) for name in precisions]
-    place = 1 + next(place for place, change in enumerate(CHANGES) if _BEFORE_PRECISIONS in change.options)
+    place = 1 + next((place for place, change in enumerate(CHANGES) if _BEFORE_PRECISIONS in change.options), -1)
     return [change for change in (*CHANGES[:place], *allowed, *CHANGES[place:]) if built_in or not change.built_in]
 
 
