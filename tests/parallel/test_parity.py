@@ -69,7 +69,8 @@ def trained(ranks: Ranks, strategy: str, case: Case, optimizer: str) -> list[Ten
             for strategy, case in PAIRS
             for optimizer, world_size in zip(alternated(strategy, case), (3, 4), strict=True)
         ]
-        + [(strategy, case, alternated(strategy, case)[0], 2) for strategy, case in PAIRS if not to_the_bit(case)],
+        + [(strategy, case, alternated(strategy, case)[0], 2) for strategy, case in PAIRS if not to_the_bit(case)]
+        + [(strategy, case, alternated(strategy, case)[0], 8) for strategy, case in PAIRS if case == "plain"],
     ),
 )
 def test_training_is_as_good_as_in_one_process(strategy: str, case: str, optimizer: str, world_size: int):

@@ -65,9 +65,7 @@ def numbers(count: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     lanes=st.integers(1, 3),
     slots=st.integers(1, 3),
 )
-@pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4, 8))])
 def test_every_collective_has_its_result(world_size: int, sizes: list[int], dtype: torch.dtype, lanes: int, slots: int):
     options = CopyEngines(inbox_bytes=256 * slots * lanes * (world_size - 1), least_bytes=1, lanes=lanes)
     for found in run_ranks(world_size, differences, sizes, dtype, options):
@@ -87,9 +85,9 @@ def odd_sizes(ranks: Ranks, options: CopyEngines) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (4, 8))])
 def test_an_all_reduce_may_have_any_size(world_size: int):
-    for same in run_ranks(world_size, odd_sizes, CopyEngines(inbox_bytes=2**12, least_bytes=1)):
+    for same in run_ranks(world_size, odd_sizes, CopyEngines(inbox_bytes=2**13, least_bytes=1)):
         assert all(same)
 
 
