@@ -247,7 +247,7 @@ def test_two_runs_are_enough_to_know_the_steps_that_count(monkeypatch: pytest.Mo
     assert proof.helped
     assert proof.spread == 0.0, "over those steps"
     lab.losses = {"step": before[:3]}
-    assert lab.run(CAPTURE).singles[0].step.reason == "not kept: it has the losses of 3 steps alone"
+    assert lab.run(CAPTURE).singles[0].step.reason == "not kept: it has the losses of 3 steps, of 5 that are compared"
 
 
 def test_runs_that_differ_from_the_second_step_on_check_nothing():

@@ -46,7 +46,8 @@ def test_a_batch_that_is_allowed_is_tried_where_the_scripts_own_is_known():
     found = candidates(batch_sizes=[8, 16], batch_size=8)
     assert [name for name in found if name.startswith("batch")] == ["batch_size 16"]
     assert not found["batch_size 16"].refusal
-    assert candidates(batch_sizes=[16])["batch_size 16"].refusal == (
+    assert not candidates(batch_sizes=[16])["batch_size 16"].refusal, "before the first process nobody knows"
+    assert candidates(batch_sizes=[16], batch_size=0)["batch_size 16"].refusal == (
         "no data loader of the script says how many sequences it reads"
     )
     assert "batch_size 16" not in candidates()

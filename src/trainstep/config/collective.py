@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from trainstep.config.fields import check_choices, check_integer, check_positive, described
 from trainstep.config.nodes import NODES_HELP, check_nodes
+from trainstep.config.parallel import TRANSPORTS
 from trainstep.costs.rank_groups import Level
 
 BACKENDS = ("gloo", "nccl")
-TRANSPORTS = ("library", "copies")
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LEVELS = {"all": Level.ALL, "in_nodes": Level.IN_GROUPS, "across_nodes": Level.ACROSS_GROUPS}
 """Name -> among which ranks the messages go, where the ranks of a node are a group."""

@@ -30,6 +30,10 @@ def _users(option: str) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
+TRANSPORTS = ("library", "copies")
+"""How messages travel."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """One parallel strategy and its options. ValueError names the field and the remedy."""
@@ -76,7 +80,7 @@ class SyncConfig:
         "how large messages travel; library: by NCCL or gloo; copies: by the GPUs' copy engines into each other's memory, between "
         f"ranks of one machine ({_users('transport')})",
         "library",
-        ("library", "copies"),
+        TRANSPORTS,
     )
     inbox_mib: int = described(
         "MiB of each rank's memory for messages that arrive by copies, besides what torch allocates", 256

@@ -52,7 +52,7 @@ class ScriptPlace:
     precision: str | None
     """As the first run of the script noted it; None before that."""
     batch_size: int | None = None
-    """Of the loader that the original's first process read first."""
+    """Of the loader that the original's first process read first, 0 if none says it; None before that."""
     compiles: bool = False
     """Something in it is compiled already."""
 
@@ -77,10 +77,9 @@ def script_candidates(
             why = _refusal(fields, place, allowed)
             found.setdefault(str(fields), Candidate(fields=fields, cause=cause, gain=gains.get(cause), refusal=why))
 
-    why = "" if place.batch_size else "no data loader of the script says how many sequences it reads"
-    for size in batch_sizes:
-        if size != place.batch_size:
-            found[f"batch {size}"] = Candidate(fields={"batch_size": size}, cause=_BATCH_CAUSE, refusal=why)
+    why = "no data loader of the script says how many sequences it reads" if place.batch_size == 0 else ""
+    for batch in ({"batch_size": size} for size in batch_sizes if size != place.batch_size):
+        found[str(batch)] = Candidate(fields=batch, cause=_BATCH_CAUSE, refusal=why)
 
     def order(candidate: Candidate) -> tuple[bool, bool, float]:
         gain = candidate.gain

@@ -183,11 +183,8 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     on_gpu = share(lambda record: (record.fact("gpu_others_share") or 0.0) * record.duration_s) if on_device else 0.0
     if count and on_gpu > _QUIET:
         processes = f"{count} other process{'es' if count > 1 else ''}"
-        return (
-            min(on_gpu, count / (count + 1)) * measured_s,
-            f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors",
-            True,
-        )
+        words = f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
+        return min(on_gpu, count / (count + 1)) * measured_s, words, True
     if min(waited, used) > _QUIET:
         words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
         return min(waited, used) * measured_s, words, False

@@ -237,7 +237,7 @@ class Trials:
                 tried = replace(tried, step_s=alone_s)
                 if alone_s > HOPELESS * fastest_s * work:
                     ratio = alone_s / fastest_s / work
-                    why = f"its fastest step took {ratio:.3g} times the best's, each alone and twice, so that was all"
+                    why = f"its fastest step took {ratio:.3g} times the best's, each alone and twice: it was not compared further"
                     return Step(change=name, word="slower", reason=why, alone_s=alone_s), tried
         step = self.judged(name, before, after, tried)
         return replace(step, apart=check.apart, allowed=check.allowed), tried
@@ -266,7 +266,7 @@ class Trials:
         allowed = allowed_difference(precision, reference.precision)
         steps = reference.steps or calm_steps(runs, allowed_difference(reference.precision, reference.precision))
         if len(losses) < min(steps, len(reference.losses)):
-            return LossCheck(f"it has the losses of {len(losses)} steps alone")
+            return LossCheck(f"it has the losses of {len(losses)} steps, of {steps} that are compared")
         apart = min(difference_of(losses[:steps], each[:steps]) for each in runs)
         if apart <= allowed:
             return LossCheck("", apart, allowed)

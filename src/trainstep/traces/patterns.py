@@ -169,12 +169,13 @@ class _Reader:
                 cost = _Cost(time_ns=piece.duration_ns, gap_ns=piece.gap_ns)
                 self._own[id(opened)] = self._own.get(id(opened), _NOTHING) + cost
 
-    def _costs(self, ops: Iterable[Range]) -> dict[str, _Cost]:
-        """Phase -> the cost of these ops alone, without those that they call."""
+    def _costs(self, ops: Iterable[Range], *, whole: bool = False) -> dict[str, _Cost]:
+        """Phase -> the cost of these ops alone, without those that they call, or as a `whole`."""
+        known = self._whole if whole else self._own
         costs: dict[str, _Cost] = {}
         for opened in ops:
             phase = self._phases[id(opened)]
-            costs[phase] = costs.get(phase, _NOTHING) + self._own.get(id(opened), _NOTHING)
+            costs[phase] = costs.get(phase, _NOTHING) + known.get(id(opened), _NOTHING)
         return costs
 
     def _rate(self) -> float:
@@ -215,13 +216,9 @@ class _Reader:
         return _product(opened) in shapes or any(_scores(shape) in shapes for shape in _tensors(opened))
 
     def _mask(self) -> Iterator[dict[str, Any]]:
-        shapes = {id(op): mask_of(op) for op in self._ops}
-        masked = [op for op in self._ops if shapes[id(op)] and self._work.on_device]
-        costs: dict[str, _Cost] = {}
-        for op in masked:
-            phase = self._phases[id(op)]
-            costs[phase] = costs.get(phase, _NOTHING) + self._whole[id(op)]
-        words = ", ".join(sorted({" x ".join(map(str, shapes[id(op)][-2:])) for op in masked}))
+        masked = [op for op in self._ops if self._work.on_device and mask_of(op)]
+        costs = self._costs(masked, whole=True)
+        words = ", ".join(sorted({" x ".join(map(str, mask_of(op)[-2:])) for op in masked}))
         least_ns = sum(cost.time_ns for cost in costs.values()) / 2
         what = f"attention is given a mask of {words}; if it is causal, half of its work is for nothing"
         yield from self._rows(MASK, len(masked), costs, least_ns, what)

@@ -11,6 +11,7 @@ from trainstep.report.kit.rows import Row, rows_of
 from trainstep.report.kit.tables import all_tables
 from trainstep.report.kit.terminal import plain
 from trainstep.report.page import page
+from trainstep.report.parallel.answer import collectives_answer
 from trainstep.report.parallel.collectives import collective_sections
 
 ALPHA_S, BETA = 20e-6, 120e9
@@ -55,6 +56,8 @@ def test_copies_are_series_of_their_own():
     assert [line["transport"] for line in texts(fit)] == ["–", "copies", "copies, inbox 64 MiB, 8 lanes"]
     [section] = collective_sections(rows(*records))
     assert section.paragraphs[1].startswith("all_reduce by copies, 4 ranks, fp32: at most 180 GB/s")
+    answer = collectives_answer(rows(*records))
+    assert "all_reduce of fp32 on 4 ranks by copies, inbox 64 MiB, 8 lanes: " in answer.verdict
     assert "transport" not in texts(all_tables(rows(*map(cell, sizes)))[1])[0]
 
 

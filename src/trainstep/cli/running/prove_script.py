@@ -104,7 +104,7 @@ def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions
     """The proof, and what it tries. The original's first process says which precision and which batch the script has."""
     first = lab.first()
     precision = None if first is None or first.failure else first.fact("script_precision")
-    batch_size = None if first is None or first.failure else first.fact("loader_batch_size")
+    batch_size = None if first is None or first.failure else first.fact("loader_batch_size", 0)
     known = {"precision": precision, "batch_size": batch_size if request.batch_sizes else None}
     lab.start = {name: value for name, value in known.items() if value}
     place = _place(one.row.record, first, precision, batch_size)

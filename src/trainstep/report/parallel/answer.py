@@ -29,7 +29,7 @@ from trainstep.report.kit.ranking import (
     ratio_of,
 )
 from trainstep.report.kit.rows import Row, grouped
-from trainstep.report.parallel.collectives import fit_of, series_of, size_words
+from trainstep.report.parallel.collectives import fit_of, series_of, size_words, transport_words
 from trainstep.report.parallel.links import level_words, slowest_words
 from trainstep.report.parallel.tables import StrategyRow, strategies_of
 from trainstep.traces.verdict import LAUNCH_BOUND, step_limit
@@ -262,7 +262,7 @@ def _least_size(shares: Mapping[float, Mapping[str, float]], least: float) -> fl
 def _link(rows: Sequence[Row]) -> tuple[object, ...]:
     """What the series of all operations on one link share."""
     config = rows[0].record.config
-    place = config.get("nodes", 1), level_words(config)
+    place = config.get("nodes", 1), level_words(config), transport_words(config)
     return config["backend"], config["ranks"], *place, config["dtype"], config["device"], rows[0].file
 
 
@@ -276,7 +276,8 @@ def _best(rows: Sequence[Row]) -> tuple[Row, float, float | None]:
 def _name(row: Row) -> str:
     config = row.record.config
     level = f" ({words})" if (words := level_words(config)) else ""
-    return f"{config['operation']} of {config['dtype']} on {config['ranks']} ranks{level} by {config['backend']}"
+    sent = transport_words(config) or config["backend"]
+    return f"{config['operation']} of {config['dtype']} on {config['ranks']} ranks{level} by {sent}"
 
 
 def _size(row: Row) -> str:

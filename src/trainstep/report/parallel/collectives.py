@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainstep.config.collective import CollectiveConfig
 from trainstep.records.derive import LatencyFit, bandwidth, fit_latency
 from trainstep.records.ranks import rank_spread
 from trainstep.records.record import Record
@@ -44,8 +45,6 @@ _PLACED = ("nodes", "level")
 """What else tells series apart where ranks are on several nodes."""
 _SENT = ("transport", "inbox_mib", "lanes")
 """The same where messages go by copies."""
-_INBOX_MIB, _LANES = 256, 4
-"""What is not worth saying."""
 _HOW = (
     "Time: of the slowest rank, median ± half the interquartile range. Algorithm bandwidth: size over median time. Bus "
     "bandwidth: bytes that a ring's busiest rank sends over median time, comparable with one direction of a link."
@@ -144,25 +143,10 @@ def _named(name: str) -> Column:
 
 
 _NAMED = [_named(name) for name in LABEL]
-_PLACE_COLUMNS = [
-    Column("nodes", COUNT, lambda row: _nodes(row_of(row).record), failed=None, names=True, optional=True),
-    Column(
-        "level",
-        TEXT,
-        lambda row: level_words(row_of(row).record.config) or None,
-        failed=None,
-        names=True,
-        optional=True,
-    ),
-    Column(
-        "transport",
-        TEXT,
-        lambda row: transport_words(row_of(row).record.config) or None,
-        failed=None,
-        names=True,
-        optional=True,
-    ),
-]
+
+
+def _place_column(name: str, form: Form, value: Callable[[Record], Any]) -> Column:
+    return Column(name, form, lambda row: value(row_of(row).record) or None, failed=None, names=True, optional=True)
 
 
 def transport_words(config: Mapping[str, Any]) -> str:
@@ -170,13 +154,20 @@ def transport_words(config: Mapping[str, Any]) -> str:
     if config.get("transport", "library") == "library":
         return ""
     inbox_mib, lanes = config["inbox_mib"], config["lanes"]
-    parts = [f"inbox {inbox_mib} MiB"] * (inbox_mib != _INBOX_MIB) + [f"{lanes} lanes"] * (lanes != _LANES)
-    return ", ".join(["copies", *parts])
+    inbox = [f"inbox {inbox_mib} MiB"] * (inbox_mib != CollectiveConfig.inbox_mib)
+    return ", ".join(["copies", *inbox, *[f"{lanes} lanes"] * (lanes != CollectiveConfig.lanes)])
 
 
 def _nodes(record: Record) -> int | None:
     nodes = int(record.config.get("nodes", 1))
     return nodes if nodes > 1 else None
+
+
+_PLACE_COLUMNS = [
+    _place_column("nodes", COUNT, _nodes),
+    _place_column("level", TEXT, lambda record: level_words(record.config)),
+    _place_column("transport", TEXT, lambda record: transport_words(record.config)),
+]
 
 
 def node_bytes_per_s(record: Record, fit: LatencyFit) -> float | None:

@@ -237,11 +237,8 @@ class ScriptLab(ScriptProcesses):
             known = self._known.get(self._name(options, role))
             if known is not None and not known.samples:
                 who = text_of_changes(self.changes(options)) or _ORIGINAL
-                why = (
-                    f"failed: {known.failure.message}"
-                    if known.failure
-                    else "found nothing to change in another process"
-                )
+                failed = known.failure and f"failed: {known.failure.message}"
+                why = failed or "found nothing to change in another process"
                 return Comparison(verdict="cannot tell", reason=f"{who} {why}")
         return None
 

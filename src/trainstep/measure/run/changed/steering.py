@@ -100,10 +100,8 @@ class Steering:
             self._end(steps)
         if self._turn is not None and steps == min(_BEFORE_TURN, self._warmups):
             _idle_s()
-            is_idle = self._has_changed_module and bool(
-                self.applied.not_applied
-            )  # else the change may be still to come
-            if is_idle or not self._turn.wait():
+            may_come = not self._has_changed_module  # a change of the module
+            if (self.applied.not_applied and not may_come) or not self._turn.wait():
                 self._end(steps)
         if steps == self._warmups:
             self._began_s = _idle_s()
