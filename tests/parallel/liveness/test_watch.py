@@ -121,9 +121,9 @@ for step in range(3):
             time.sleep(600)
         if act == "collective":
             threading.Timer(0.2, die).start()
-            collectives.all_reduce(torch.ones(8)).wait()  # the only rank in it: the others sleep a little
+            collectives.all_reduce(torch.ones(8)).wait()  # not finished: the third rank still sleeps
         if sys.argv[1] == "collective" and ranks.rank != int(sys.argv[2]):
-            time.sleep(0.1 if ranks.rank else 0.6)
+            time.sleep(0.1 if ranks.rank == 1 else 0.6)
         if sys.argv[1] == "asleep" and ranks.rank != int(sys.argv[2]):
             time.sleep(600)  # no collective to fail: only the watch can tell
         if act == "asleep":
