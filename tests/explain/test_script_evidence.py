@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 from run_records import COMPILED, WAITS, a_run, records_of, watched
 from trainstep.config.script import Part
 from trainstep.explain.budget import AS_THEY_RUN, step_budget
+from trainstep.explain.evidence import taken_from
 from trainstep.explain.script_evidence import script_evidence
 from trainstep.records.record import Record
-from trainstep.traces.patterns import ATTENTION, OPTIMIZER, PRECISION
+from trainstep.traces.patterns.pattern import ATTENTION, OPTIMIZER, PRECISION
 
 
 def parts(**ms: float) -> dict[Part, float]:
@@ -150,9 +151,45 @@ def test_what_the_profiler_adds_to_each_range_is_taken_off_first():
     assert finding.excess.time_s == pytest.approx(0.002), "4 us a range are the profiler's"
 
 
-def test_the_median_of_inspected_steps_counts_and_an_unknown_pattern_is_left_out():
-    runs = [inspected(patterns()), inspected(patterns(time_s=0.01)), inspected(patterns(pattern="new"))]
-    assert step_budget(script_evidence(runs), None).findings == ()
+def test_what_was_timed_alone_is_not_scaled():
+    table = patterns(least_s=0.003, least_is_timed=True)
+    finding = step_budget(script_evidence([inspected(table)]), None).findings[0]
+    assert finding.excess.time_s == pytest.approx(0.015 - 0.003), "30 ms of 40 are 15 of the usual 20"
+
+
+def test_what_was_timed_grows_with_a_step_that_had_less_to_do_than_usual():
+    """An inspected batch of half the usual time: attention and what would be in its place are of the short batch both."""
+    table = patterns(least_s=0.003, least_is_timed=True, of_s=0.01, time_s=0.008)
+    finding = step_budget(script_evidence([inspected(table)]), None).findings[0]
+    assert finding.excess.time_s == pytest.approx(2 * (0.008 - 0.003))
+
+
+def test_the_least_is_taken_off_all_phases_together():
+    """Forward's 10 ms of 20 under the profiler are 5 of the usual 10, less than its part of the least; backward's stay 18."""
+    rows = [
+        patterns(phase=phase, least_s=0.008, least_is_timed=True, of_s=0.02, time_s=time_s)
+        for phase, time_s in (("forward", 0.01), ("backward", 0.018))
+    ]
+    table = {name: [*rows[0][name], *rows[1][name]] for name in rows[0]}
+    finding = step_budget(script_evidence([inspected(table)]), None).findings[0]
+    assert finding.excess.time_s == pytest.approx(0.005 - 0.008 + 0.018 - 0.008)
+
+
+def test_an_inspection_that_failed_takes_no_part():
+    good, failed = inspected(patterns(), profiled_step_s=0.04), inspected({}, trace_failed="KeyError: 'ts'")
+    alone, beside = (step_budget(script_evidence(runs), None) for runs in ([good], [good, failed, failed]))
+    assert [finding.excess for finding in beside.findings] == [finding.excess for finding in alone.findings] != []
+
+
+def test_the_median_of_the_quicker_inspected_steps_counts_and_an_unknown_pattern_is_left_out():
+    quick = [
+        inspected(table, profiled_step_s=0.035)
+        for table in (patterns(), patterns(time_s=0.01), patterns(pattern="new"))
+    ]
+    slow = [inspected(patterns(), profiled_step_s=0.08)] * 2
+    assert step_budget(script_evidence([*quick, *slow]), None).findings == ()
+    assert step_budget(script_evidence([*slow, *quick[1:]]), None).findings == ()
+    assert step_budget(script_evidence([quick[0], quick[0], *slow, *quick[1:]]), None).findings != ()
 
 
 @pytest.mark.parametrize(("waited_s", "others", "found"), [(0.45, 0.6, True), (0.45, 0.01, False), (0.03, 0.6, False)])
@@ -170,6 +207,27 @@ def test_a_record_without_a_step_takes_no_part():
     run = inspected(patterns(time_s=0.0), core_wait_s=0.45, others_cpu_share=0.6)
     alone, beside = (step_budget(script_evidence(runs), None) for runs in ([run], [run, replace(run, samples={})]))
     assert [finding.excess for finding in beside.findings] == [finding.excess for finding in alone.findings]
+
+
+def test_a_start_in_which_nobody_took_anything_takes_no_part():
+    """The first record has imports, warm-ups and a few steps; a process that others disturb later is no less disturbed."""
+    run = inspected(patterns(time_s=0.0), core_wait_s=0.45, others_cpu_share=0.6)
+    early = {name: replace(column, warmups=(9.0,)) for name, column in run.samples.items()}
+    start = replace(run, samples=early, duration_s=20.0, facts={"steps_seen": run.facts["steps_seen"]})
+    alone, beside = (step_budget(script_evidence(runs), None) for runs in ([run], [start, run]))
+    assert [finding.excess for finding in beside.findings] == [finding.excess for finding in alone.findings]
+
+
+def test_where_most_steps_are_in_the_record_of_the_start_it_counts():
+    """A last record with a few steps and the script's end says little about the others."""
+    run = inspected(patterns(time_s=0.0), core_wait_s=0.45, others_cpu_share=0.6)
+    early = {name: replace(column, warmups=(9.0,)) for name, column in run.samples.items()}
+    late = {name: replace(column, values=column.values[:2]) for name, column in run.samples.items()}
+    records = [
+        replace(run, samples=early),
+        replace(run, samples=late, facts={"inspected_step": run.facts["inspected_step"]}),
+    ]
+    assert [finding.cause for finding in step_budget(script_evidence(records), None).findings] == ["another_process"]
 
 
 @pytest.mark.parametrize(("others", "share", "found"), [(2, 0.5, True), (2, 0.01, False), (0, 0.5, False)])
@@ -224,12 +282,9 @@ def test_a_sync_in_each_pass_is_told_from_one_in_the_last(passes: int, elements:
 @pytest.mark.parametrize(
     ("messages", "elements", "fixed_s", "share"),
     [
-        (
-            80,
-            1_000_000,
-            0.0002,
-            1 - (0.0002 + 4e6 / 1.4e9) / 0.016,
-        ),  # many small ones: the time of each, less that of one
+        (61, 1_000_000, 0.0001, 60 * 0.0001 / 0.008),  # many small ones: the time of each, less that of one
+        (31, 10_000_000, 0.0001, 29 * 0.0001 / 0.008),  # in two buckets
+        (81, 1_000_000, 0.0002, 1.0),  # no more than is exposed
         (2, 10_000_000, 0.0002, 0.5),  # large ones: their bytes take the time
         (80, 1_000_000, None, 0.5),
     ],
@@ -248,6 +303,27 @@ def test_many_small_messages_gain_what_fewer_large_ones_leave(
     assert finding.gain.time_s == pytest.approx(share * finding.excess.time_s)
 
 
+@pytest.mark.parametrize(("cores", "exposed_ms"), [(2, 2.0), (4, 1.0)])
+def test_on_a_cpu_without_a_spare_core_half_of_what_is_hidden_counts(cores: int, exposed_ms: float):
+    """Two ranks; of 6 ms under way, 2 are exposed, in a profiled step that takes twice as long; the median of three counts."""
+    runs = [
+        inspected(
+            patterns(time_s=0.0),
+            exposed_s=ms / 1e3,
+            communication_s=0.006,
+            profiled_step_s=0.064,
+            gradient_messages=4,
+        )
+        for ms in (0.5, 2.0, 6.0)
+    ]
+    runs = [
+        replace(run, config={**run.config, "ranks": 2}, environment=replace(run.environment, cores=cores))
+        for run in runs
+    ]
+    [finding] = step_budget(script_evidence(runs), None).findings
+    assert finding.excess.time_s == pytest.approx(exposed_ms / 1e3)
+
+
 def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():
     classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.016], "share": [1.0]}
     table = patterns(pattern=PRECISION, time_s=0.016, least_s=0.0)
@@ -256,9 +332,32 @@ def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():
         run = a_run(
             parts_ms=parts(forward=20.0), tables={"patterns": table, "classes": classes}, facts=facts, device="cuda"
         )
-        finding = step_budget(script_evidence([run]), None).findings[0]
+        budget = step_budget(script_evidence([run]), None)
+        finding = budget.findings[0]
         assert finding.cause == "precision"
         assert finding.gain.time_s == pytest.approx(gain_s)
+        assert budget.as_they_run_s == {"matmul": pytest.approx(0.016 - gain_s)}, "what is found is not told twice"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "known_s", "said"), [("NVIDIA H200", 0.010, True), ("NVIDIA H200", 0.005, False), (None, 0.010, False)]
+)
+def test_how_fast_matmuls_are_is_said_where_most_of_them_are_known(gpu: str | None, known_s: float, said: bool):
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.010], "share": [1.0]}
+    facts = {"inspected_step": 5, "matmul_flops": 495e12 * known_s, "matmul_flops_s": known_s}
+    run = a_run(parts_ms=parts(forward=20.0), tables={"classes": classes}, facts=facts, device="cuda")
+    run = replace(run, environment=replace(run.environment, gpu=gpu))
+    budget = step_budget(script_evidence([run]), None)
+    sentence = "The step's 16-bit matmuls reach 495 TFLOP/s, 50% of the data sheet's 990."
+    assert (sentence in budget.notes) == said
+    assert budget.as_they_run_s == {"matmul": pytest.approx(0.010)}
+
+
+def test_time_is_taken_from_its_group_first_and_then_from_the_longest():
+    groups = {"matmul": 5.0, "attention": 1.0, "casts": 2.0}
+    assert taken_from(groups, "attention", 0.5) == {"matmul": 5.0, "attention": 0.5, "casts": 2.0}
+    assert taken_from(groups, "attention", 3.0) == {"matmul": 3.0, "casts": 2.0}
+    assert taken_from(groups, "optimizer", 7.5) == {"attention": 0.5}
 
 
 def test_only_copies_from_pageable_memory_are_found():

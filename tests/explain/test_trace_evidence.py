@@ -11,7 +11,7 @@ from trainstep.explain.budget import step_budget
 from trainstep.explain.evidence import CASTS, HOST_COPIES
 from trainstep.explain.trace_evidence import is_of_trace, trace_evidence
 from trainstep.records.record import Record
-from trainstep.traces.patterns import PRECISION
+from trainstep.traces.patterns.pattern import PRECISION
 
 TF32_NOTE = "Whether TF32 was on is not in a trace; it counts as on."
 

@@ -33,7 +33,8 @@ def a_trace(sizes: list[int]) -> Any:
 
 def test_messages_of_backward_are_counted_and_those_of_forward_are_not():
     facts = gradient_messages(a_trace([100, 200, 50]))
-    assert facts == {"gradient_messages": 3.0, "gradient_message_elements": 350.0}
+    counts = {"gradient_messages": 3.0, "gradient_message_elements": 350.0}
+    assert facts == counts | {"gradient_messages_asked_s": pytest.approx(3 * 2e-6)}
 
 
 def test_of_many_messages_the_time_of_a_small_one_is_told():

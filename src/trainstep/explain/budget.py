@@ -35,7 +35,7 @@ from typing import Any
 
 from trainstep.config.parallel import RanksConfig
 from trainstep.explain.changes import ALL_BLOCKS, change_of
-from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place
+from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place, taken_from
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
 from trainstep.explain.gain import expected_share, gain_of, merged_share
 from trainstep.plan.step_memory import alone
@@ -97,6 +97,8 @@ class Budget:
     """Seconds by phase of the step, where they were measured."""
     to_see_more: str = ""
     """What shows more of the step, in words."""
+    as_they_run_s: Mapping[str, float] = field(default_factory=dict)
+    """Group of kernels -> its time of the part `work as it runs`; empty where nobody looked."""
 
     @property
     def floor_s(self) -> float:
@@ -160,6 +162,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
         is_profiled=parts.profiled,
         phases_s=evidence.phases_s,
         to_see_more=evidence.to_see_more,
+        as_they_run_s=parts.as_they_run if evidence.on_device and parts.profiled else {},
     )
 
 
@@ -170,6 +173,7 @@ class _Parts:
         self.evidence = evidence
         self.groups: dict[str, float] = {}
         self.floor: dict[str, float] = {}
+        self.as_they_run: Mapping[str, float] = {}
         self.excess: dict[str, float] = {}
         self.words: dict[str, str] = {}
         self.times: dict[str, Mapping[str, float]] = {}
@@ -212,7 +216,7 @@ class _Parts:
         """The share of the cause's excess that its change should gain where plan does not predict it."""
         sent = self.evidence
         if cause == "exposed_messages" and sent.message_fixed_s:
-            return merged_share(sent.messages, sent.message_bytes, sent.message_fixed_s, on_device=sent.on_device)
+            return merged_share(sent.messages, sent.message_bytes, sent.message_fixed_s, sent.exposed_s)
         return expected_share(cause, measured_against_other=cause in self.against_other)
 
     def half_width_s(self, cause: str, excess_s: float) -> float:
@@ -239,6 +243,7 @@ class _Parts:
         for group, time_s in self.groups.items():
             if not self.least and group not in (OVERHEAD, HOST_COPIES):
                 self.floor[AS_THEY_RUN] = self.floor.get(AS_THEY_RUN, 0.0) + time_s
+                self.as_they_run = {**self.as_they_run, group: time_s}
             elif group == OTHER:
                 self.unexplained_s += time_s
             else:
@@ -247,6 +252,7 @@ class _Parts:
             cut_s = min(habit.excess_s, self.floor.get(AS_THEY_RUN, 0.0))
             if cut_s > 0:
                 self.floor[AS_THEY_RUN] -= cut_s
+                self.as_they_run = taken_from(self.as_they_run, habit.group, cut_s)
                 self.against_other.add(habit.cause)
                 self.add(habit.cause, cut_s, habit.what)
 
@@ -341,6 +347,8 @@ class _Parts:
         counted = f", counted as {self.evidence.message_dtype}" if self.evidence.message_dtype else ""
         sizes = f" in {count:,} messages of {nbytes / count / 2**20:.3g} MiB on average{counted}" if count else ""
         words = f"nothing is computed for {{exposed}} while messages are in flight{sizes}"
+        if not self.evidence.on_device:  # which counts what their threads take from computing
+            words = f"messages take {{exposed}} from computing{sizes}"
         self.add("exposed_messages", exposed_s - late_s - floor_s, words, exposed=exposed_s)
 
     # Idle time

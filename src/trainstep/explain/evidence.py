@@ -20,6 +20,8 @@ from trainstep.traces.kernel_classes import ATTENTION, COMMUNICATION, COPIES, ID
 MEMORY, CASTS, HOST_COPIES = "memory-bound", "casts", "host copies"
 ATTENTION_MATMUL = "attention matmuls"
 """Groups of device time beside those of traces/kernel_classes.py. Plain attention's matmuls are apart from its other kernels."""
+_SLOWER = {"attention_mask": ATTENTION, "optimizer": OPTIMIZER, "precision": MATMUL, "host_copies": CASTS}
+"""Cause of a habit -> its kernels; of others they are memory-bound."""
 _ONLY_OUTSIDE = "outside phases"
 _HOST_COPY = ("Memcpy HtoD", "Memcpy DtoH")
 _IN_ATTENTION = ("attention scores", "attention softmax", "attention values")
@@ -43,13 +45,18 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Habit:
-    """A way of computing that costs more than another that gives the same (traces/patterns.py). `excess_s`: what the other saves of
+    """A way of computing that costs more than another that gives the same (traces/patterns). `excess_s`: what the other saves of
     the device's time, on a CPU of the step; `gap_s`: idle time of the device before its kernels."""
 
     cause: str
     excess_s: float
     gap_s: float = 0.0
     what: str
+
+    @property
+    def group(self) -> str:
+        """The kernels that are longer for it."""
+        return _SLOWER.get(self.cause, MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +190,16 @@ def with_copies_as_casts(work: Mapping[str, float]) -> dict[str, float]:
     if HOST_COPIES in groups:
         groups[CASTS] = groups.get(CASTS, 0.0) + groups.pop(HOST_COPIES)
     return groups
+
+
+def taken_from(groups: Mapping[str, float], first: str, time_s: float) -> dict[str, float]:
+    """The groups without this time, which is taken from `first` and, where that is shorter, from the others, the longest first."""
+    left = dict(groups)
+    for group in (first, *sorted(groups, key=lambda name: -groups[name])):
+        cut_s = min(time_s, left.get(group, 0.0))
+        left |= {group: left.get(group, 0.0) - cut_s}
+        time_s -= cut_s
+    return {group: group_s for group, group_s in left.items() if group_s > 0}
 
 
 def rows_of(columns: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:

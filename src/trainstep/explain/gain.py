@@ -12,8 +12,7 @@ _KNOWN = frozenset(
 )
 """Waits, of which a change leaves nothing: batches come in time, nothing is compiled again, and so on."""
 _BUCKET_BYTES = 25 * 2**20
-_BYTES_PER_S = {False: 1.4e9, True: 1.5e11}
-"""On a device or not -> what large all-reduces reach: NCCL over NVLink at the low end, gloo (results/cpu/all_reduce.md)."""
+_MANY_PER_BUCKET = 2
 
 
 def expected_share(cause: str, *, measured_against_other: bool) -> float:
@@ -22,16 +21,15 @@ def expected_share(cause: str, *, measured_against_other: bool) -> float:
     return 1.0 if cause in _KNOWN or measured_against_other else _EXPECTED
 
 
-def merged_share(messages: int, nbytes: float, fixed_s: float, *, on_device: bool) -> float:
-    """The share of exposed messages' time that the same bytes in buckets should gain, at least `_EXPECTED`.
+def merged_share(messages: int, nbytes: float, fixed_s: float, exposed_s: float) -> float:
+    """The share of exposed messages' time that the same bytes in buckets should gain; `_EXPECTED` if they are few or large already.
 
-    Many small messages take n f, f their fixed time, and k buckets k f + bytes / bandwidth. What is exposed falls by as much.
+    n small messages take n f more than their bytes do, f their fixed time, and k buckets k f: (n - k) f is gained, at most all.
     """
-    now_s = messages * fixed_s
-    if not now_s or not nbytes:
+    buckets = max(1, math.ceil(nbytes / _BUCKET_BYTES))
+    if messages < _MANY_PER_BUCKET * buckets or not exposed_s:
         return _EXPECTED
-    after_s = math.ceil(nbytes / _BUCKET_BYTES) * fixed_s + nbytes / _BYTES_PER_S[on_device]
-    return max(_EXPECTED, 1 - after_s / now_s)
+    return min(1.0, (messages - buckets) * fixed_s / exposed_s)
 
 
 def gain_of(

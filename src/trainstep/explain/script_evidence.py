@@ -1,13 +1,14 @@
 """What was measured of a script's step: records of `trainstep run`, put together.
 
 Nobody knows the script's model, so its work has no floor by formula: the budget takes its kernels as they run, less what known
-habits cost (traces/patterns.py).
+habits cost (traces/patterns).
 
 [Note: times of habits] A device's kernels take as long under the profiler as without it. A CPU's ops do not: each range costs some
 microseconds, which the difference between a profiled phase and the usual one gives, at most 5. They are taken off, and what is left
-of the phase is scaled to the usual one. The median of the inspected steps counts. Where others take a share of the cores, all that
-a CPU computes takes longer by it: that share is `another_process`. So a habit's share of a usual (median) step is taken of what the
-mean step has without that share and without compilations.
+of the phase is scaled to the usual one; what was timed alone (measure/run/instead.py) is not. The median of the quicker half of the
+inspected steps counts: in others, ops that fill new tensors take up to three times as long. Where others take a share of the cores,
+all that a CPU computes takes longer by it: that share is `another_process`. So a habit's share of a usual (median) step is taken of
+what the mean step has without that share and without compilations.
 
 [Note: turns on a GPU] Processes on one GPU have it in turn, and a kernel that is interrupted counts as running all the while. So of
 a step that others share, kernels take less by the others' share. Between processes that always have work the turns are equally
@@ -26,11 +27,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trainstep.config.machine import machine_spec
 from trainstep.config.script import Part
 from trainstep.explain.evidence import Evidence, Habit, Place, rows_of, spread_of, with_copies_as_casts, work_of
-from trainstep.records.record import Record
+from trainstep.explain.script_messages import messages_of
+from trainstep.records.record import Record, Samples
 from trainstep.traces.kernel_classes import MATMUL
-from trainstep.traces.patterns import ATTENTION, MASK, OPTIMIZER, PRECISION, SLICES
+from trainstep.traces.patterns.pattern import ATTENTION, MASK, OPTIMIZER, PRECISION, SLICES
 
 _INSTALLED = "site-packages"
 _CAUSES = {ATTENTION: "attention_kernel", MASK: "attention_mask", OPTIMIZER: "optimizer"}
@@ -44,10 +47,9 @@ _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s16
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
 _LONGEST_READ_S = 1e-3
 """A read that waits longer has the GPU's work before it, and what waits after it finds the GPU idle."""
-_GRADIENT_BYTES = 4
-"""A record has elements of gradients without their dtype."""
-_MOST_SENT_AGAIN = 0.75
-"""Sent elements over trained ones, less the passes: a wrapper may leave out frozen or unused parameters."""
+_MOST = 0.8
+"""Share of the matmuls' time that must be known, for a sentence about all of them."""
+_NO_STEPS = Samples(unit="s", values=())
 
 
 def script_evidence(records: Sequence[Record]) -> Evidence:
@@ -64,6 +66,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     if not times:
         raise ValueError("run: it has no timed step, only warm-ups; let it run longer")
     inspected = [record for record in records if record.fact("inspected_step") is not None]
+    inspected = [record for record in inspected if record.fact("trace_failed") is None] or inspected
     last = inspected[-1] if inspected else records[-1]
     on_device = records[-1].config["device"] == "cuda"
     waits = list(rows_of(last.tables.get("waits")))
@@ -92,22 +95,21 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         recompile_s, collector_s = left * recompile_s, left * collector_s
         own = max(0.0, measured_s - contended_s - recompile_s) / statistics.median(times)
         habits = tuple(replace(habit, excess_s=own * habit.excess_s) for habit in habits)
-    exposed_s = last.fact("exposed_s") or 0.0
+    messages = messages_of(records, inspected, measured_s, on_device=on_device)
     if not on_device:
-        exposed_s *= min(1.0, measured_s / (last.fact("profiled_step_s") or measured_s))
-        busy_s = max(0.0, measured_s - data_s - recompile_s - collector_s - contended_s - exposed_s)
+        busy_s = max(0.0, measured_s - data_s - recompile_s - collector_s - contended_s - messages.exposed_s)
     return Evidence(
         measured_s=measured_s,
         spread=spread_of(tuple(times)),
         on_device=on_device,
         work=work,
         busy_s=busy_s,
-        exposed_s=exposed_s,
-        messages=round(last.fact("gradient_messages") or 0),
-        message_bytes=_GRADIENT_BYTES * (last.fact("gradient_message_elements") or 0.0),
-        message_fixed_s=last.fact("gradient_message_fixed_s") or 0.0,
+        exposed_s=messages.exposed_s,
+        messages=messages.messages,
+        message_bytes=messages.nbytes,
+        message_fixed_s=messages.fixed_s,
         message_dtype="fp32",
-        synchronised_passes=_synchronised_passes(last, records),
+        synchronised_passes=messages.passes,
         data_s=data_s,
         blocked_s=blocked_s,
         recompile_s=recompile_s,
@@ -118,6 +120,19 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         habits=habits,
         pieces=last.fact("pieces", 0.0),
         places=_places(waits, again),
+        notes=() if of_gpu else _matmul_rate(last),
+    )
+
+
+def _matmul_rate(record: Record) -> tuple[str, ...]:
+    """How far the 16-bit matmuls are from the data sheet, in a sentence; none where a compiler's own kernels hide most of them."""
+    flops, time_s = record.fact("matmul_flops"), record.fact("matmul_flops_s")
+    spec = machine_spec(record.environment.gpu)
+    if not flops or not time_s or spec is None or time_s < _MOST * work_of(record.tables).get(MATMUL, 0.0):
+        return ()
+    rate, peak = flops / time_s, spec.peak_flops["bf16"]
+    return (
+        f"The step's 16-bit matmuls reach {rate / 1e12:,.0f} TFLOP/s, {rate / peak:.0%} of the data sheet's {peak / 1e12:,.0f}.",
     )
 
 
@@ -171,7 +186,11 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU:
     the share of its multiprocessors that others used, at most that of their turns. [Note: turns on a GPU]
     """
-    timed = [record for record in records if record.duration_s and "step" in record.samples]
+    timed = [record for record in records if record.duration_s and record.samples.get("step", _NO_STEPS).values]
+    # The record of the warm-ups contains the script's start, which is no step that somebody could disturb
+    later = [record for record in timed if not record.samples["step"].warmups]
+    if 2 * _steps_of(later) >= _steps_of(timed):
+        timed = later
     whole_s = sum(record.duration_s for record in timed)
 
     def share(value: Any) -> float:
@@ -191,16 +210,8 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     return 0.0, "", False
 
 
-def _synchronised_passes(last: Record, records: Sequence[Record]) -> int:
-    """How often a step sent its gradients, at most once a backward pass; 1 where each was sent once or nobody knows."""
-    sent, trained = last.fact("gradient_message_elements"), last.fact("trained_elements")
-    steps = sum(
-        len(column.values) + len(column.warmups) for record in records if (column := record.samples.get("step"))
-    )
-    passes = sum(record.fact("backward_passes") or 0 for record in records) / max(steps, 1)
-    if not sent or not trained or passes < 1 + _MOST_SENT_AGAIN:
-        return 1
-    return max(1, min(round(passes), int(sent / trained + 1 - _MOST_SENT_AGAIN)))
+def _steps_of(records: Sequence[Record]) -> int:
+    return sum(len(record.samples["step"].values) for record in records)
 
 
 def habits_of(
@@ -213,6 +224,9 @@ def habits_of(
 def _habits(inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
     """A habit for each cause, the median of the steps."""
     seen: dict[str, list[Habit]] = {}
+    if not on_device:  # [Note: times of habits]
+        quickest = sorted(inspected, key=lambda record: record.fact("profiled_step_s") or 0.0)
+        inspected = quickest[: (len(quickest) + 1) // 2]
     for record in inspected:
         for habit in _habits_of(record, samples, on_device=on_device):
             seen.setdefault(habit.cause, []).append(habit)
@@ -243,18 +257,25 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
         if row["pattern"] == PRECISION:
             least_s = sixteen * time_s
         if not on_device:
-            usual = samples.get(row["phase"])
-            usual_s = statistics.median(usual) if usual else row["of_s"]
-            range_s = (row["of_s"] - usual_s) / row["of_ranges"] if row["of_ranges"] else 0.0
-            range_s = min(max(range_s, 0.0), _LONGEST_RANGE_S)
-            left_s = row["of_s"] - range_s * row["of_ranges"]
-            scale = usual_s / left_s if left_s > 0 else 0.0
-            time_s, least_s = scale * (time_s - range_s * row["ranges"]), scale * least_s
-        excess_s[cause] = excess_s.get(cause, 0.0) + max(0.0, time_s - least_s)
+            time_s, scale = _unprofiled(row, samples.get(row["phase"]))
+            # The profiler only lengthens a step: one that is shorter than usual had less to do, also the other way
+            least_s *= max(1.0, scale) if row.get("least_is_timed") else scale
+        excess_s[cause] = excess_s.get(cause, 0.0) + time_s - least_s
         gap_s[cause] = gap_s.get(cause, 0.0) + row["gap_s"]
         words[cause] = row["what"]
     for cause, time_s in excess_s.items():
-        yield Habit(cause=cause, excess_s=time_s, gap_s=gap_s[cause] if on_device else 0.0, what=words[cause])
+        gap = gap_s[cause] if on_device else 0.0
+        yield Habit(cause=cause, excess_s=max(0.0, time_s), gap_s=gap, what=words[cause])
+
+
+def _unprofiled(row: Mapping[str, Any], usual: Sequence[float] | None) -> tuple[float, float]:
+    """(the pattern's time without the profiler, the usual phase over the profiled one without what ranges cost)."""
+    usual_s = statistics.median(usual) if usual else row["of_s"]
+    range_s = (row["of_s"] - usual_s) / row["of_ranges"] if row["of_ranges"] else 0.0
+    range_s = min(max(range_s, 0.0), _LONGEST_RANGE_S)
+    left_s = row["of_s"] - range_s * row["of_ranges"]
+    scale = usual_s / left_s if left_s > 0 else 0.0
+    return scale * (row["time_s"] - range_s * row["ranges"]), scale
 
 
 def matmul_precision(record: Record) -> str | None:

@@ -10,7 +10,7 @@ from trainstep.explain.evidence import Evidence, rows_of, spread_of, with_copies
 from trainstep.explain.script_evidence import habits_of, matmul_precision
 from trainstep.records.record import Record
 from trainstep.traces.kernel_classes import COMMUNICATION, IDLE
-from trainstep.traces.patterns import PRECISION
+from trainstep.traces.patterns.pattern import PRECISION
 
 _PROFILED = "profiled_step"
 _NOTE = "The times are those of a profiler's trace, in which the host is slower than without it."

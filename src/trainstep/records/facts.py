@@ -263,9 +263,14 @@ FACTS: Mapping[str, FactKind] = {
     "gpu_others": FactKind("count", int, "other processes on the GPU"),
     "gpu_others_share": FactKind("ratio", float, "share of the GPU's multiprocessors that they used, in this record"),
     "trained_elements": FactKind("count", int, "elements of the trained parameters"),
+    "matmul_flops": FactKind(
+        "flops", float, "of the 16-bit matmuls of an inspected step, as far as their shapes are known"
+    ),
+    "matmul_flops_s": FactKind("s", float, "the device's time for them"),
     "matmul_precision": FactKind("", str, "torch's precision of fp32 matmuls: highest, high or medium"),
     "gradient_messages": FactKind("count", float, "all-reduces of a step that backward started"),
     "gradient_message_elements": FactKind("count", float, "elements of a step's all-reduces that backward started"),
+    "gradient_messages_asked_s": FactKind("s", float, "host time of asking for them, in a step"),
     "gradient_message_fixed_s": FactKind("s", float, "time of a message beside that of its elements"),
     "script_folder": FactKind("", str, "folder in which the script was started"),
     "script_source": FactKind("", str, "SHA-256 of the script's file, its first 12 digits"),

@@ -194,9 +194,10 @@ _RUN = {
         columns={"file": str, "line": int, "source": str, "why": str, "calls": int, "time_s": float | None},
     ),
     "patterns": TableKind(
-        rows="a way of computing that costs more than another that gives the same, in an inspected step (traces/patterns.py)",
+        rows="a way of computing that costs more than another that gives the same, in an inspected step (traces/patterns)",
         columns={"pattern": str, "phase": str, "what": str}
         | dict.fromkeys(("calls", "time_s", "least_s", "gap_s", "ranges", "of_s", "of_ranges"), float),
+        optional={"least_is_timed": bool},
     ),
     "compilations": TableKind(
         rows="a function that torch.compile compiled, in the step in which it did",

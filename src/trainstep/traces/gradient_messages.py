@@ -17,9 +17,10 @@ _FEW = 8
 
 
 def gradient_messages(work: TraceWork) -> dict[str, float]:
-    """gradient_messages, gradient_message_elements and gradient_message_fixed_s per step; nothing where none is sent.
+    """gradient_messages, gradient_message_elements, gradient_messages_asked_s and gradient_message_fixed_s per step.
 
-    The fixed time of a message is the median time of the smaller half of them, of which there must be 8.
+    The fixed time of a message is the median time of the smaller half of them, of which there must be 8; the time of asking is the
+    host's. Nothing where no message is sent.
     """
     attribution = work.attribution
     asked = [opened for opened in attribution.trace.ranges if opened.name in _ALL_REDUCES and opened.shapes]
@@ -28,7 +29,9 @@ def gradient_messages(work: TraceWork) -> dict[str, float]:
         return {}
     steps = len(work.steps)
     elements = sorted(_elements(opened) for opened in asked)
+    asked_s = sum(opened.duration_ns for opened in asked) / 1e9
     facts = {"gradient_messages": len(asked) / steps, "gradient_message_elements": sum(elements) / steps}
+    facts["gradient_messages_asked_s"] = asked_s / steps
     times_s = sorted(message.duration_s for message in read_communication(work).messages)
     if len(times_s) >= _FEW:
         facts["gradient_message_fixed_s"] = statistics.median(times_s[: len(times_s) // 2])

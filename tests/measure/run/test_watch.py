@@ -263,6 +263,20 @@ def test_an_inspected_step_has_tables_and_no_times(tmp_path: Path):
         assert record.fact("watching_s") > 0
 
 
+def test_what_is_timed_in_place_of_an_adam_by_tensor_is_no_step(tmp_path: Path):
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(5)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=False)
+    with watched(tmp_path, every=6) as watch:
+        for _ in range(8):
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watch.steps == 8
+    table = next(record.tables["patterns"] for record in records_of(watch) if "patterns" in record.tables)
+    assert (table["pattern"], table["least_is_timed"]) == (("optimizer by tensor",), (True,))
+    assert 0 < table["least_s"][0] < 1
+
+
 def test_lines_that_read_values_are_in_the_record(tmp_path: Path):
     seen: list[float] = []
     with watched(tmp_path, every=5) as watch:

@@ -91,6 +91,16 @@ def test_a_step_that_is_mostly_its_ops_says_so_before_a_small_finding():
         "The step takes 100.0 ms; 97.0 % is its ops as they run, of which backward is 60.0 %; `trainstep profile` shows them. "
         "First of the excesses: host launches, 3.000 ms, 3.0 % of the step: it was seen."
     )
+    kernels = replace(
+        budget,
+        on_device=True,
+        phases_s={},
+        as_they_run_s={"matmul": 0.05, "attention": 0.03, "casts": 0.01, "other": 0.007},
+    )
+    assert (
+        "97.0 % is its kernels as they run (matmul 50.00 ms, attention 30.00 ms, casts 10.00 ms); `trainstep"
+        in verdict_of(kernels)
+    )
     assert suggestion_of(budget).startswith("Compile the model, or take a larger batch: ")
     assert suggestion_of(replace(budget, on_device=True)).startswith("Capture the step as a CUDA graph, ")
     large = replace(budget, floor={AS_THEY_RUN: 0.08}, findings=(a_finding(excess_ms=20.0),))

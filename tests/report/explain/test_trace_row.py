@@ -14,7 +14,7 @@ from trainstep.config.script import Part
 from trainstep.reading import ReadLimits
 from trainstep.report.explain.budgets import explain_answers, explain_rows
 from trainstep.report.explain.trace_row import is_trace, rows_of_traces
-from trainstep.traces.patterns import ATTENTION
+from trainstep.traces.patterns.pattern import ATTENTION
 
 
 def a_trace(path: Path, *, shapes: bool) -> Path:

@@ -20,12 +20,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainstep.config.script import Part
 from trainstep.measure.harness.files import TemporaryFolder
+from trainstep.measure.run.instead import seconds_instead
 from trainstep.measure.run.waits import Waits
 from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.communication import read_communication
 from trainstep.traces.gradient_messages import gradient_messages
 from trainstep.traces.kineto import read_trace
-from trainstep.traces.patterns import patterns_table
+from trainstep.traces.patterns.table import find_patterns
 from trainstep.traces.profile import profile_of
 from trainstep.traces.verdict import Unprofiled
 from trainstep.traces.work import read_work
@@ -93,13 +94,18 @@ class Inspection:
             profiled = profile_of(trace, unprofiled=unprofiled, kernels_kept=_KEPT)
             work = read_work(trace)
             messages = read_communication(work).steps
-            tables |= {"patterns": patterns} if (patterns := patterns_table(work)) else {}
+            found = find_patterns(work)
+            patterns = found.table({} if self._on_gpu else seconds_instead(found))
+            tables |= {"patterns": patterns} if patterns else {}
             sent = gradient_messages(work)
         except Exception as error:  # noqa: BLE001  (a profiler may write anything, and the script must go on)
             reason = f"{type(error).__name__}: {error}"
             return Inspected(facts=facts_of(inspected_step=self._step, trace_failed=reason), tables=tables)
+        matmuls = found.sixteen_bit
         facts = facts_of(
             inspected_step=self._step,
+            matmul_flops=matmuls.flops if matmuls else None,
+            matmul_flops_s=matmuls.time_s if matmuls else None,
             profiled_step_s=profiled.steps_s[0],
             device_busy_s=profiled.busy_s[0] if profiled.on_device else None,
             communication_s=sum(step.communication_s for step in messages),

@@ -38,6 +38,8 @@ _FEW = 5
 """Steps whose tables a terminal shows by default."""
 _MINOR = 0.1
 """Share of a step below which all findings together are not what it mostly is."""
+_NAMED = 3
+"""Groups of kernels that a verdict names."""
 _WITH_ABOVE = "with the above"
 _FLOOR, _FINDING, _UNEXPLAINED = "floor", "finding", "unexplained"
 
@@ -166,8 +168,13 @@ def _as_it_runs(budget: Budget) -> str:
     """`97.0 % is its ops as they run, of which backward is 60.0 %; `trainstep profile` shows them.`"""
     pieces = "kernels" if budget.on_device else "ops"
     phase = f", of which {_longest_phase(budget, 'is')}" if budget.phases_s else ""
+    longest = [
+        f"{group} {ms_words(time_s)}"
+        for group, time_s in sorted(budget.as_they_run_s.items(), key=lambda item: -item[1])[:_NAMED]
+    ]
+    groups = f" ({', '.join(longest)})" if longest else ""
     share = percent(budget.floor[AS_THEY_RUN] / budget.measured_s)
-    return f"{share} % is its {pieces} as they run{phase}; `trainstep profile` shows them."
+    return f"{share} % is its {pieces} as they run{groups}{phase}; `trainstep profile` shows them."
 
 
 def _longest_phase(budget: Budget, verb: str) -> str:
@@ -334,7 +341,11 @@ def _once(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
     """The rows, with every key in each, in the units of their names."""
     for part, time_s in budget.floor.items():
-        yield _line(budget, _FLOOR, time_s, title=f"floor: {part}")
+        groups = budget.as_they_run_s if part == AS_THEY_RUN else {}
+        for group in sorted(groups, key=lambda name: -groups[name]):
+            yield _line(budget, _FLOOR, groups[group], title=f"floor: {group} (as it runs)")
+        if not groups:
+            yield _line(budget, _FLOOR, time_s, title=f"floor: {part}")
     for finding in budget.findings:
         yield _line(
             budget,

@@ -12,7 +12,7 @@ from trainstep.records.record import Record, Samples
 from trainstep.report.kit.rows import Row, rows_of
 from trainstep.report.profile.tables import trace_record
 from trainstep.traces.kineto import Trace
-from trainstep.traces.patterns import has_shapes, patterns_table
+from trainstep.traces.patterns.table import find_patterns, has_shapes
 from trainstep.traces.profile import Profile, profile_of
 from trainstep.traces.tables import Columns
 from trainstep.traces.trace_file import read_trace_file
@@ -49,7 +49,7 @@ def _seen(path: Path, limits: ReadLimits) -> _Seen:
 
 def _seen_in(trace: Trace) -> _Seen:
     work = read_work(trace)
-    return _Seen(profile_of(trace), trace.gpu, patterns_table(work) if has_shapes(work) else None, _data_s(work))
+    return _Seen(profile_of(trace), trace.gpu, find_patterns(work).table() if has_shapes(work) else None, _data_s(work))
 
 
 def _record(path: Path, seen: _Seen) -> Record:

@@ -9,25 +9,33 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
 
 from trace_maker import launched, op, span, trace
 from trainstep.traces.kineto import parse_trace, read_trace
-from trainstep.traces.patterns import ATTENTION, MASK, OPTIMIZER, SLICES, patterns_table
+from trainstep.traces.patterns.pattern import ATTENTION, MASK, OPTIMIZER, SLICES, Instead
+from trainstep.traces.patterns.table import Patterns, find_patterns
 from trainstep.traces.work import read_work
 
 
 @pytest.fixture
-def seen(tmp_path: Path) -> Callable[..., dict[str, list]]:
+def profiled(tmp_path: Path) -> Callable[..., Patterns]:
     """Profile a function as one step, its forward under a range, and find its patterns."""
 
-    def profiled(step: Callable[[], None], *, shapes: bool = True) -> dict[str, list]:
+    def patterns(step: Callable[[], None], *, shapes: bool = True) -> Patterns:
         step()
         with profile(activities=[ProfilerActivity.CPU], record_shapes=shapes) as profiler, record_function("step 1"):
             step()
         profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-        return patterns_table(read_work(read_trace(tmp_path / "trace.json")))
+        return find_patterns(read_work(read_trace(tmp_path / "trace.json")))
 
-    return profiled
+    return patterns
+
+
+@pytest.fixture
+def seen(profiled: Callable[..., Patterns]) -> Callable[..., dict[str, list]]:
+    """The same, as a table."""
+    return lambda *arguments, **named: profiled(*arguments, **named).table()
 
 
 def heads(queries: int = 48) -> list[torch.Tensor]:
@@ -46,6 +54,70 @@ def test_attention_with_its_scores_in_memory_is_found_in_both_passes(seen, queri
     assert set(table["pattern"]) == {ATTENTION}
     assert sum(table["time_s"]) > sum(table["least_s"]) > 0
     assert f"{queries} x 48" in table["what"][0]
+
+
+@pytest.mark.parametrize("queries", [48, 20])
+@pytest.mark.parametrize(
+    ("way", "op"), [("bools", "causal"), ("numbers", "masked"), ("baddbmm", "masked"), ("none", "")]
+)
+def test_the_fused_attention_to_take_instead_has_the_shapes_and_the_mask(profiled, way, op, queries):
+    """A square mask of bools is taken to be causal; one of numbers cannot be left out."""
+    query, key, value = heads(queries)
+    hidden, bias = torch.ones(queries, 48, dtype=torch.bool).triu(1), torch.zeros(1, queries, 48)
+
+    def step() -> None:
+        scores = query @ key.transpose(-2, -1) * 0.25 if way != "baddbmm" else None
+        if way == "bools":
+            scores = scores.masked_fill(hidden, float("-inf"))
+        elif way == "numbers":
+            scores = scores + bias
+        elif way == "baddbmm":
+            scores = torch.baddbmm(bias, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).view(2, 4, queries, 48)
+        (scores.softmax(-1) @ value).sum().backward()
+
+    (pattern,) = profiled(step).patterns
+    if (way, queries) == ("bools", 20):
+        op = "masked"
+    shapes = ((2, 4, queries, 16), (2, 4, 48, 16), (2, 4, 48, 16))
+    assert pattern.instead == (Instead(f"{op} attention".strip(), shapes, "float", 1, 1),)
+
+
+def test_a_forward_alone_is_timed_without_backward(profiled):
+    query, key, value = (tensor.detach().flatten(0, 1) for tensor in heads())
+    (pattern,) = profiled(lambda: [written_out(query, key, value) for _ in range(3)]).patterns
+    assert pattern.instead == (Instead("attention", ((1, 8, 48, 16),) * 3, "float", 3, 0),)
+
+
+def test_recomputed_attention_runs_forward_twice_and_backward_once(profiled):
+    tensors = heads()
+    (pattern,) = profiled(lambda: checkpoint(written_out, *tensors, use_reentrant=False).sum().backward()).patterns
+    (instead,) = pattern.instead
+    assert (instead.forwards, instead.backwards) == (2, 1)
+
+
+def test_16_bit_attention_is_timed_in_16_bits(profiled):
+    tensors = [tensor.detach().bfloat16() for tensor in heads()]
+    (pattern,) = profiled(lambda: written_out(*tensors)).patterns
+    assert pattern.instead[0].dtype == "c10::BFloat16"
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 0), (-1, -1, -1), (2, 0, 8)])
+def test_shapes_of_nothing_are_no_scores(shape):
+    events = [span("step 0", 0, 2000), span("forward", 0, 900)]
+    events += [
+        replace(op(name, 10 + at, 15 + at), shapes=(shape, shape))
+        for at, name in enumerate(["aten::bmm", "aten::_softmax"])
+    ]
+    assert find_patterns(read_work(trace(*events))).table() == {}
+
+
+def test_a_timed_least_is_divided_among_phases_as_the_time_is(profiled):
+    tensors = heads()
+    patterns = profiled(lambda: written_out(*tensors).sum().backward())
+    table = patterns.table({ATTENTION: 0.5})
+    assert sum(table["least_s"]) == pytest.approx(0.5)
+    assert table["least_s"][0] / 0.5 == pytest.approx(table["time_s"][0] / sum(table["time_s"]))
+    assert (set(table["least_is_timed"]), set(patterns.table()["least_is_timed"])) == ({True}, {False})
 
 
 def test_a_fused_attention_and_a_loss_are_no_pattern(seen):
@@ -91,7 +163,7 @@ def test_a_foreach_adam_on_a_gpu_is_found_by_its_lists(numbers):
             replace(op(name, at, at + 20), shapes=shapes),
             *launched(name, at + 2, at + 30, at + 30 + time_us, place),
         ]
-    table = patterns_table(read_work(trace(*events)))
+    table = find_patterns(read_work(trace(*events))).table()
     if numbers < 8:
         assert table == {}
         return
@@ -115,7 +187,7 @@ def test_a_foreach_adam_of_many_tensors_has_no_shapes(name, short):
     if short:
         events.append(replace(op("aten::_foreach_addcdiv_", 500, 510), shapes=(((8, 8),) * short, ())))
     events.append(replace(op("aten::mm", 1200, 1210), shapes=((8, 8), (8, 8))))
-    table = patterns_table(read_work(trace(*events)))
+    table = find_patterns(read_work(trace(*events))).table()
     if name == "SGD":
         assert table == {}
         return
@@ -136,7 +208,7 @@ def test_a_square_mask_of_a_fused_attention_is_found_in_both_passes(kernel, mask
     ):
         opened = replace(op(op_name, at, at + 20), shapes=tuple(shapes))
         events += [opened, *launched(op_name, at + 2, at + 30, at + 30 + time_us, place)]
-    table = patterns_table(read_work(trace(*events)))
+    table = find_patterns(read_work(trace(*events))).table()
     if mask != (1, 1, 1024, 1024):
         assert table == {}
         return
@@ -242,4 +314,4 @@ def test_odd_shapes_in_a_trace_are_read_or_ignored():
         ),
     ]
     text = json.dumps({"traceEvents": events})
-    assert patterns_table(read_work(parse_trace(text, "odd.json"))) == {}
+    assert find_patterns(read_work(parse_trace(text, "odd.json"))).table() == {}

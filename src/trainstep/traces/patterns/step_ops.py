@@ -1,0 +1,159 @@
+"""The ops of profiled steps, with what each cost and the shapes of its tensors: what patterns are told from.
+
+    ops = StepOps(read_work(trace))
+    ops.costs([op for op in ops.all if op.name == "aten::bmm"])       # phase -> Cost
+
+Time on a device is that of the kernels that an op launches, and `gap_ns` what the device waited before them; without a device it
+is the host's time, which the profiler lengthens by some microseconds a range: so a cost has its `ranges`.
+
+[Note: rate] Memory goes at the rate of the step's own large copies and sums: the median over additions, products and copies of at
+least 2^15 elements, of 4 bytes each, on a GPU also those of foreach.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainstep.config.run import Phase
+from trainstep.traces.kineto import Range
+from trainstep.traces.work import TraceWork
+
+UPDATE = "Optimizer.step#"
+"""torch's own range of an optimizer's step begins so."""
+ELEMENT_BYTES = 4
+_SIMPLE = re.compile(r"::(add|add_|mul|mul_|copy_|sub|div)$")
+_SIMPLE_FOREACH = re.compile(r"::_foreach_(add_|mul_|lerp_|div_)$")
+_LARGE = 2**15
+_RATE_BYTES_PER_S = 2e10
+"""Memory's rate where the step has no large op that shows it."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Nanoseconds of an op: its time, and on a device the idle time before its kernels. `ranges`: that the profiler noted."""
+
+    time_ns: int = 0
+    gap_ns: int = 0
+    ranges: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            time_ns=self.time_ns + other.time_ns,
+            gap_ns=self.gap_ns + other.gap_ns,
+            ranges=self.ranges + other.ranges,
+        )
+
+
+NOTHING = Cost()
+
+
+class StepOps:
+    """The ops of a trace's steps.
+
+    `all`: in the order of threads and starts; `own`: id -> cost without the ops that it calls; `whole`: with them; `phases`: id ->
+    phase; `of`: phase -> cost of all of its ops.
+    """
+
+    def __init__(self, work: TraceWork) -> None:
+        self.on_device = work.on_device
+        self.steps = len(work.steps)
+        self.nestings = list(work.attribution.nestings.values())
+        self.own: dict[int, Cost] = {}
+        self.whole: dict[int, Cost] = {}
+        if work.on_device:
+            self._launched(work)
+        else:
+            self._computed()
+        for nesting in self.nestings:
+            for index in range(len(nesting.ranges) - 1, -1, -1):
+                key = id(nesting.ranges[index])
+                cost = self.whole[key] = self.whole.get(key, NOTHING) + self.own.get(key, NOTHING)
+                if (parent := nesting.parents[index]) >= 0:
+                    above = id(nesting.ranges[parent])
+                    self.whole[above] = self.whole.get(above, NOTHING) + cost
+        windows = [(step.start_ns, step.start_ns + step.window_ns) for step in work.steps]
+        self.all = [
+            opened
+            for nesting in self.nestings
+            for opened in nesting.ranges
+            if any(start <= opened.start_ns < end for start, end in windows)
+        ]
+        self.phases = {
+            id(opened): work.attribution.place_at(opened.thread, opened.start_ns).phase for opened in self.all
+        }
+        # An update's range begins before that of its phase, and has the time of Python between its ops
+        updates = [opened for opened in self.all if opened.annotation and opened.name.startswith(UPDATE)]
+        self.phases |= {id(opened): str(Phase.OPTIMIZER) for opened in updates}
+        self.of: dict[str, Cost] = {}
+        for opened in self.all:
+            phase = self.phases[id(opened)]
+            self.of[phase] = self.of.get(phase, NOTHING) + self.own.get(id(opened), NOTHING)
+        self.bytes_per_ns = self._rate()
+
+    def costs(self, ops: Iterable[Range], *, whole: bool = False) -> dict[str, Cost]:
+        """Phase -> the cost of these ops alone, without those that they call, or as a `whole`."""
+        known = self.whole if whole else self.own
+        costs: dict[str, Cost] = {}
+        for opened in ops:
+            phase = self.phases[id(opened)]
+            costs[phase] = costs.get(phase, NOTHING) + known.get(id(opened), NOTHING)
+        return costs
+
+    def is_of_update(self, opened: Range, update: Range) -> bool:
+        """Whether an op belongs to this update. A closure (Lightning has one) runs forward and backward inside of it."""
+        is_inside = update.start_ns <= opened.start_ns < update.end_ns
+        return is_inside and self.phases.get(id(opened)) not in (str(Phase.FORWARD), str(Phase.BACKWARD))
+
+    def _computed(self) -> None:
+        for nesting in self.nestings:
+            for opened, self_ns in zip(nesting.ranges, nesting.self_ns(), strict=True):
+                self.own[id(opened)] = Cost(time_ns=max(0, self_ns), ranges=1)
+
+    def _launched(self, work: TraceWork) -> None:
+        for piece in work.pieces:
+            nesting = None if piece.call is None else work.attribution.nestings.get(piece.call.thread)
+            opened = None if nesting is None or piece.call is None else next(nesting.around(piece.call.start_ns), None)
+            if opened is not None:
+                cost = Cost(time_ns=piece.duration_ns, gap_ns=piece.gap_ns)
+                self.own[id(opened)] = self.own.get(id(opened), NOTHING) + cost
+
+    def _rate(self) -> float:
+        """[Note: rate]"""
+        rates = []
+        for opened in self.all:
+            sizes = [math.prod(shape) for shape in tensors(opened)]
+            time_ns = self.own.get(id(opened), NOTHING).time_ns
+            if time_ns and max(sizes, default=0) >= _LARGE and _SIMPLE.search(opened.name):
+                reads = sum(size for size in sizes if size >= _LARGE)
+                rates.append(ELEMENT_BYTES * (reads + max(sizes)) / time_ns)
+            elif time_ns and self.on_device and _SIMPLE_FOREACH.search(opened.name):
+                written = sum(map(math.prod, first_list(opened)))
+                rates += [ELEMENT_BYTES * (sum(sizes) + written) / time_ns] if written >= _LARGE else []
+        return statistics.median(rates) if rates else _RATE_BYTES_PER_S / 1e9
+
+
+def tensors(opened: Range) -> list[Shape]:
+    """The shapes of its inputs that are tensors, those in lists too."""
+    found: list[Shape] = []
+    for shape in opened.shapes:
+        if not isinstance(shape, tuple):  # a trace may hold anything
+            continue
+        nested = [entry for entry in shape if isinstance(entry, tuple)]
+        found += [entry for entry in nested or [shape] if entry and all(isinstance(size, int) for size in entry)]
+    return found
+
+
+def first_list(opened: Range) -> list[Shape]:
+    """The shapes of its first input, a list of tensors."""
+    first = opened.shapes[0] if opened.shapes else ()
+    entries = first if isinstance(first, tuple) else ()
+    return [entry for entry in entries if isinstance(entry, tuple) and all(isinstance(size, int) for size in entry)]
+
+
+def first(opened: Range) -> Shape:
+    """The shape of its first tensor; () of an op without one."""
+    return next(iter(tensors(opened)), ())
