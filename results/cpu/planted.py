@@ -113,13 +113,12 @@ def measured(case: Case, plants: Sequence[str], steps: int, folder: Path) -> dic
     if shown.returncode != 0:
         raise RuntimeError(f"{' '.join(explained)}\n{shown.stderr[-2000:]}")
     rows = [row for row in json.loads(shown.stdout)["rows"] if row["kind"] == "finding"]
-    timed = [
-        record.samples["step"].values for record in records if "step" in record.samples
-    ]  # a last record may have none
-    step_s = statistics.fmean(itertools.chain(*timed))
-    whole_s = sum(record.duration_s for record in records)
-    others = sum((record.fact("others_cpu_share") or 0.0) * record.duration_s for record in records) / whole_s
-    waited = sum(record.fact("core_wait_s") or 0.0 for record in records) / whole_s
+    timed = [record for record in records if "step" in record.samples and record.samples["step"].values]
+    step_s = statistics.fmean(itertools.chain(*(record.samples["step"].values for record in timed)))
+    timed = [record for record in timed if not record.samples["step"].warmups] or timed  # without the script's start
+    whole_s = sum(record.duration_s for record in timed)
+    others = sum((record.fact("others_cpu_share") or 0.0) * record.duration_s for record in timed) / whole_s
+    waited = sum(record.fact("core_wait_s") or 0.0 for record in timed) / whole_s
     net_s = step_s * (1 - min(waited, others))
     seen = {"step_s": step_s, "net_s": net_s, "findings": rows, "others_cpu_share": others}
     return {**seen, "command": " ".join(words[1:])}
