@@ -120,11 +120,11 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         habits=habits,
         pieces=last.fact("pieces", 0.0),
         places=_places(waits, again),
-        notes=() if of_gpu else _matmul_rate(last),
+        notes=() if of_gpu else matmul_rate(last),
     )
 
 
-def _matmul_rate(record: Record) -> tuple[str, ...]:
+def matmul_rate(record: Record) -> tuple[str, ...]:
     """How far the 16-bit matmuls are from the data sheet, in a sentence; none where a compiler's own kernels hide most of them."""
     flops, time_s = record.fact("matmul_flops"), record.fact("matmul_flops_s")
     spec = machine_spec(record.environment.gpu)

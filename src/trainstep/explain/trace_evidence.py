@@ -7,7 +7,7 @@ import statistics
 
 from trainstep.config.script import Part
 from trainstep.explain.evidence import Evidence, rows_of, spread_of, with_copies_as_casts, work_of
-from trainstep.explain.script_evidence import habits_of, matmul_precision
+from trainstep.explain.script_evidence import habits_of, matmul_precision, matmul_rate
 from trainstep.records.record import Record
 from trainstep.traces.kernel_classes import COMMUNICATION, IDLE
 from trainstep.traces.patterns.pattern import PRECISION
@@ -72,7 +72,8 @@ def _notes(record: Record) -> tuple[str, ...]:
     if not _has_shapes(record):
         return (_NOTE, _WITHOUT_SHAPES)
     has_fp32 = PRECISION in record.tables["patterns"].get("pattern", ())
-    return (_NOTE, _TF32_UNKNOWN) if has_fp32 and matmul_precision(record) is None else (_NOTE,)
+    unknown = (_TF32_UNKNOWN,) if has_fp32 and matmul_precision(record) is None else ()
+    return (_NOTE, *unknown, *matmul_rate(record))
 
 
 def _phases_s(record: Record, busy_s: float) -> dict[str, float]:

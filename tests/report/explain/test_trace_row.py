@@ -56,6 +56,32 @@ def test_a_loaders_ranges_are_the_wait_for_data(tmp_path: Path):
     assert max(row.record.samples[Part.DATA.value].values) == pytest.approx(250e-6)
 
 
+def test_the_rate_of_its_matmuls_is_told_where_their_shapes_are_known(tmp_path: Path):
+    """A trace of an H200, to whose matmuls shapes are given here."""
+    events = json.loads(gzip.decompress(EAGER.read_bytes()))
+    for event in events["traceEvents"]:
+        if event.get("name") in ("aten::mm", "aten::addmm", "aten::bmm"):
+            event["args"] |= {"Input Dims": [[512, 512], [512, 2048]], "Input type": ["c10::BFloat16"] * 2}
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(events))
+    [row] = rows_of_traces([path], ReadLimits())
+    flops, time_s = row.record.fact("matmul_flops"), row.record.fact("matmul_flops_s")
+    assert flops % (2 * 512 * 512 * 2048) == 0
+    assert time_s == pytest.approx(
+        sum(
+            t
+            for t, kind in zip(*(row.record.tables["classes"][name] for name in ("time_s", "class")), strict=True)
+            if kind == "matmul"
+        ),
+        rel=0.2,
+    )
+    [one], _ = explain_rows([row])
+    assert any(
+        note.startswith(f"The step's 16-bit matmuls reach {flops / time_s / 1e12:,.0f} TFLOP/s, ")
+        for note in one.budget.notes
+    )
+
+
 def test_a_broken_file_is_one_sentence_that_names_it(tmp_path: Path):
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents": [')

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainstep.traces.patterns.pattern import FUSED_ADAMW, FUSED_CAUSAL_ATTENTION, FUSED_MASKED_ATTENTION, Instead
 from trainstep.traces.patterns.table import Patterns
 
-_RUNS = 5
+_RUNS, _LONGEST_S = 5, 0.2
+"""After this time no third run begins: the script waits meanwhile."""
 _MOST_ELEMENTS = 2**23
 """Of all tensors of an op: 32 MiB in fp32, of which AdamW needs four times as much."""
 _CACHE_ELEMENTS = 2**23
@@ -62,8 +63,10 @@ def _seconds(instead: Instead) -> float:
 
 
 def _median_s(run: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
-    times = []
-    for _ in range(1 + _RUNS):
+    """The first run, which is slower, does not count."""
+    times: list[float] = []
+    until_s = time.perf_counter() + _LONGEST_S
+    while len(times) <= _RUNS and (len(times) < 2 or time.perf_counter() < until_s):
         before()
         began_s = time.perf_counter()
         run()

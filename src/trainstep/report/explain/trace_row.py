@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from trainstep.config.script import Part
 from trainstep.reading import ReadLimits, read_within
+from trainstep.records.facts import facts_of
 from trainstep.records.record import Record, Samples
 from trainstep.report.kit.rows import Row, rows_of
 from trainstep.report.profile.tables import trace_record
 from trainstep.traces.kineto import Trace
+from trainstep.traces.patterns.matmuls import MatmulWork
 from trainstep.traces.patterns.table import find_patterns, has_shapes
 from trainstep.traces.profile import Profile, profile_of
 from trainstep.traces.tables import Columns
@@ -41,6 +43,7 @@ class _Seen(NamedTuple):
     gpu: str | None
     patterns: Columns | None
     data_s: tuple[float, ...]
+    matmuls: MatmulWork | None
 
 
 def _seen(path: Path, limits: ReadLimits) -> _Seen:
@@ -49,7 +52,9 @@ def _seen(path: Path, limits: ReadLimits) -> _Seen:
 
 def _seen_in(trace: Trace) -> _Seen:
     work = read_work(trace)
-    return _Seen(profile_of(trace), trace.gpu, find_patterns(work).table() if has_shapes(work) else None, _data_s(work))
+    found = find_patterns(work)
+    patterns = found.table() if has_shapes(work) else None
+    return _Seen(profile_of(trace), trace.gpu, patterns, _data_s(work), found.sixteen_bit)
 
 
 def _record(path: Path, seen: _Seen) -> Record:
@@ -57,7 +62,10 @@ def _record(path: Path, seen: _Seen) -> Record:
     record = trace_record(seen.profile, path, seen.gpu)
     tables = {**record.tables, **({} if seen.patterns is None else {"patterns": seen.patterns})}
     data = Samples(unit="s", values=seen.data_s)
-    return dataclasses.replace(record, samples={**record.samples, Part.DATA.value: data}, tables=tables)
+    facts = dict(record.facts)
+    if seen.matmuls is not None:
+        facts |= facts_of(matmul_flops=seen.matmuls.flops, matmul_flops_s=seen.matmuls.time_s)
+    return dataclasses.replace(record, samples={**record.samples, Part.DATA.value: data}, tables=tables, facts=facts)
 
 
 def _data_s(work: TraceWork) -> tuple[float, ...]:
