@@ -25,8 +25,10 @@ def patterns(*ways: Instead, name: str = ATTENTION, steps: int = 1) -> Patterns:
 @contextlib.contextmanager
 def default_dtype():
     torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 WAYS = [
