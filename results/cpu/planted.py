@@ -1,6 +1,6 @@
 """Planted slowdowns: does `trainstep explain` name what was planted in somebody's loop, and does undoing it gain what it says?
 
-    python results/cpu/planted.py run --out results/cpu/planted.ndjson                    # resumable; about 15 minutes on two cores
+    python results/cpu/planted.py run --out results/cpu/planted.ndjson                    # resumable; 15 to 26 minutes on two cores
     python results/cpu/planted.py run --device cuda --out results/h200/planted.ndjson     # the same on a GPU, all twelve
     python results/cpu/planted.py table results/cpu/planted.ndjson > results/cpu/planted.md
 

@@ -98,7 +98,7 @@ class Budget:
     to_see_more: str = ""
     """What shows more of the step, in words."""
     as_they_run_s: Mapping[str, float] = field(default_factory=dict)
-    """Group of kernels -> its time of the part `work as it runs`; empty where nobody looked."""
+    """Group of kernels -> its time in the part `work as it runs`; empty where nobody looked."""
 
     @property
     def floor_s(self) -> float:
@@ -173,7 +173,7 @@ class _Parts:
         self.evidence = evidence
         self.groups: dict[str, float] = {}
         self.floor: dict[str, float] = {}
-        self.as_they_run: Mapping[str, float] = {}
+        self.as_they_run: dict[str, float] = {}
         self.excess: dict[str, float] = {}
         self.words: dict[str, str] = {}
         self.times: dict[str, Mapping[str, float]] = {}
@@ -243,7 +243,7 @@ class _Parts:
         for group, time_s in self.groups.items():
             if not self.least and group not in (OVERHEAD, HOST_COPIES):
                 self.floor[AS_THEY_RUN] = self.floor.get(AS_THEY_RUN, 0.0) + time_s
-                self.as_they_run = {**self.as_they_run, group: time_s}
+                self.as_they_run[group] = time_s
             elif group == OTHER:
                 self.unexplained_s += time_s
             else:

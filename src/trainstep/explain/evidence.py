@@ -21,7 +21,7 @@ MEMORY, CASTS, HOST_COPIES = "memory-bound", "casts", "host copies"
 ATTENTION_MATMUL = "attention matmuls"
 """Groups of device time beside those of traces/kernel_classes.py. Plain attention's matmuls are apart from its other kernels."""
 _SLOWER = {"attention_mask": ATTENTION, "optimizer": OPTIMIZER, "precision": MATMUL, "host_copies": CASTS}
-"""Cause of a habit -> its kernels; of others they are memory-bound."""
+"""Cause of a habit -> the kernels that it makes longer; a cause that is not here makes memory-bound ones longer."""
 _ONLY_OUTSIDE = "outside phases"
 _HOST_COPY = ("Memcpy HtoD", "Memcpy DtoH")
 _IN_ATTENTION = ("attention scores", "attention softmax", "attention values")
@@ -55,7 +55,7 @@ class Habit:
 
     @property
     def group(self) -> str:
-        """The kernels that are longer for it."""
+        """The kernels that it makes longer."""
         return _SLOWER.get(self.cause, MEMORY)
 
 
@@ -194,10 +194,10 @@ def with_copies_as_casts(work: Mapping[str, float]) -> dict[str, float]:
 
 def taken_from(groups: Mapping[str, float], first: str, time_s: float) -> dict[str, float]:
     """The groups without this time, which is taken from `first` and, where that is shorter, from the others, the longest first."""
-    left = dict(groups)
-    for group in (first, *sorted(groups, key=lambda name: -groups[name])):
-        cut_s = min(time_s, left.get(group, 0.0))
-        left |= {group: left.get(group, 0.0) - cut_s}
+    left = {first: 0.0, **dict(sorted(groups.items(), key=lambda item: -item[1]))}
+    for group in left:
+        cut_s = min(time_s, left[group])
+        left[group] -= cut_s
         time_s -= cut_s
     return {group: group_s for group, group_s in left.items() if group_s > 0}
 

@@ -13,6 +13,7 @@ _KNOWN = frozenset(
 """Waits, of which a change leaves nothing: batches come in time, nothing is compiled again, and so on."""
 _BUCKET_BYTES = 25 * 2**20
 _MANY_PER_BUCKET = 2
+"""From so many messages in place of one bucket on, buckets are what is missing."""
 
 
 def expected_share(cause: str, *, measured_against_other: bool) -> float:
@@ -24,7 +25,7 @@ def expected_share(cause: str, *, measured_against_other: bool) -> float:
 def merged_share(messages: int, nbytes: float, fixed_s: float, exposed_s: float) -> float:
     """The share of exposed messages' time that the same bytes in buckets should gain; `_EXPECTED` if they are few or large already.
 
-    n small messages take n f more than their bytes do, f their fixed time, and k buckets k f: (n - k) f is gained, at most all.
+    Beside their bytes, n messages take n f, f the fixed time of one, and k buckets k f: (n - k) f is gained, at most all.
     """
     buckets = max(1, math.ceil(nbytes / _BUCKET_BYTES))
     if messages < _MANY_PER_BUCKET * buckets or not exposed_s:

@@ -47,8 +47,8 @@ _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s16
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
 _LONGEST_READ_S = 1e-3
 """A read that waits longer has the GPU's work before it, and what waits after it finds the GPU idle."""
-_MOST = 0.8
-"""Share of the matmuls' time that must be known, for a sentence about all of them."""
+_MOST_MATMULS = 0.8
+"""The share of the matmuls' time whose FLOPs must be known, for a sentence about all of them."""
 _NO_STEPS = Samples(unit="s", values=())
 
 
@@ -128,7 +128,7 @@ def matmul_rate(record: Record) -> tuple[str, ...]:
     """How far the 16-bit matmuls are from the data sheet, in a sentence; none where a compiler's own kernels hide most of them."""
     flops, time_s = record.fact("matmul_flops"), record.fact("matmul_flops_s")
     spec = machine_spec(record.environment.gpu)
-    if not flops or not time_s or spec is None or time_s < _MOST * work_of(record.tables).get(MATMUL, 0.0):
+    if not flops or not time_s or spec is None or time_s < _MOST_MATMULS * work_of(record.tables).get(MATMUL, 0.0):
         return ()
     rate, peak = flops / time_s, spec.peak_flops["bf16"]
     return (

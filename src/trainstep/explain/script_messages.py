@@ -22,7 +22,10 @@ _OF_HIDDEN = 0.5
 
 
 class Messages(NamedTuple):
-    """Of one step. `fixed_s`: the time of a message beside that of its bytes, 0 if unknown; `passes`: how often all were sent."""
+    """The messages of one step.
+
+    `fixed_s`: the time of a message beside that of its bytes, 0 if unknown. `passes`: how often all gradients were sent.
+    """
 
     exposed_s: float
     messages: int

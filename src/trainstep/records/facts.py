@@ -264,7 +264,7 @@ FACTS: Mapping[str, FactKind] = {
     "gpu_others_share": FactKind("ratio", float, "share of the GPU's multiprocessors that they used, in this record"),
     "trained_elements": FactKind("count", int, "elements of the trained parameters"),
     "matmul_flops": FactKind(
-        "flops", float, "of the 16-bit matmuls of an inspected step, as far as their shapes are known"
+        "flops", float, "FLOPs of the 16-bit matmuls of an inspected step, as far as their shapes are known"
     ),
     "matmul_flops_s": FactKind("s", float, "the device's time for them"),
     "matmul_precision": FactKind("", str, "torch's precision of fp32 matmuls: highest, high or medium"),

@@ -101,16 +101,14 @@ class Inspection:
         except Exception as error:  # noqa: BLE001  (a profiler may write anything, and the script must go on)
             reason = f"{type(error).__name__}: {error}"
             return Inspected(facts=facts_of(inspected_step=self._step, trace_failed=reason), tables=tables)
-        matmuls = found.sixteen_bit
         facts = facts_of(
             inspected_step=self._step,
-            matmul_flops=matmuls.flops if matmuls else None,
-            matmul_flops_s=matmuls.time_s if matmuls else None,
             profiled_step_s=profiled.steps_s[0],
             device_busy_s=profiled.busy_s[0] if profiled.on_device else None,
             communication_s=sum(step.communication_s for step in messages),
             exposed_s=sum(step.exposed_s for step in messages),
             **sent,
+            **found.sixteen_bit.numbers(),
             **{name: value for name, value in profiled.numbers().items() if value != ""},
         )
         return Inspected(facts=facts, tables={**profiled.tables, **tables})

@@ -1,10 +1,9 @@
 """Times the other way of a pattern, alone: `seconds_instead(patterns)` is pattern -> seconds a step.
 
 On a CPU what a fused op takes depends on its caches and on torch's build more than on bytes and FLOPs, so the op is run on random
-tensors of the step's shapes and dtype, with as many threads as the script has: the median of five. What is larger than a small
-step's is left to the formula of the pattern, and so is everything on a GPU, where no memory may be left beside the model. AdamW's
-tensors are pushed out of the caches first, because forward and backward lie between two updates; attention's are not, because its
-inputs were just computed.
+tensors of the step's shapes and dtype, with as many threads as the script has: the median of five. Larger tensors are left to the
+formula of the pattern, and so is everything on a GPU, where no memory may be left beside the model. AdamW's tensors are pushed out
+of the caches first, because forward and backward lie between two updates; attention's are not, because they were just computed.
 
 It runs between two steps of somebody's script: neither hooks of optimizers nor modes nor random numbers of the script see it.
 """
@@ -21,7 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainstep.traces.patterns.pattern import FUSED_ADAMW, FUSED_CAUSAL_ATTENTION, FUSED_MASKED_ATTENTION, Instead
 from trainstep.traces.patterns.table import Patterns
 
-_RUNS, _LONGEST_S = 5, 0.2
+_RUNS = 5
+_LONGEST_S = 0.2
 """After this time no third run begins: the script waits meanwhile."""
 _MOST_ELEMENTS = 2**23
 """Of all tensors of an op: 32 MiB in fp32, of which AdamW needs four times as much."""
@@ -47,7 +47,7 @@ def _is_small(instead: Instead) -> bool:
 
 
 def _seconds(instead: Instead) -> float:
-    """Of all its runs in the trace."""
+    """The time of all runs in the trace."""
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
@@ -63,7 +63,7 @@ def _seconds(instead: Instead) -> float:
 
 
 def _median_s(run: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
-    """The first run, which is slower, does not count."""
+    """The median time of a run, without the first, which is slower."""
     times: list[float] = []
     until_s = time.perf_counter() + _LONGEST_S
     while len(times) <= _RUNS and (len(times) < 2 or time.perf_counter() < until_s):
@@ -88,7 +88,7 @@ def _random(shapes: tuple[tuple[int, ...], ...], dtype: str) -> list[torch.Tenso
 
 
 def _attention(instead: Instead, *, backward: bool) -> Callable[[], None]:
-    """Heads lie in one row of each position, as a projection leaves them."""
+    """A run of fused attention. The heads of a position lie beside each other, as a projection leaves them."""
     rows = tuple((batch, positions, heads, dim) for batch, heads, positions, dim in instead.shapes)
     query, key, value = (part.transpose(1, 2).requires_grad_(backward) for part in _random(rows, instead.dtype))
     mask = None
@@ -107,7 +107,7 @@ def _attention(instead: Instead, *, backward: bool) -> Callable[[], None]:
 
 
 def _adamw(instead: Instead) -> Callable[[], None]:
-    """The function alone: an optimizer's step would be one of the script, for whoever follows those."""
+    """A run of AdamW's function: the step of an optimizer would count as one of the script's, for whoever follows those."""
     parameters, gradients, first, second = (_random(instead.shapes, instead.dtype) for _ in range(4))
     steps = [torch.ones((), device="cpu", dtype=torch.float32) for _ in parameters]
     second = [moment.square_() for moment in second]

@@ -165,16 +165,18 @@ def _first_words(first: Finding, whole_s: float, whole: str) -> str:
 
 
 def _as_it_runs(budget: Budget) -> str:
-    """`97.0 % is its ops as they run, of which backward is 60.0 %; `trainstep profile` shows them.`"""
+    """`91.8 % is its kernels as they run (matmul 23.38 ms, attention 4.785 ms); ...`, of a CPU's ops with the longest phase."""
     pieces = "kernels" if budget.on_device else "ops"
     phase = f", of which {_longest_phase(budget, 'is')}" if budget.phases_s else ""
-    longest = [
-        f"{group} {ms_words(time_s)}"
-        for group, time_s in sorted(budget.as_they_run_s.items(), key=lambda item: -item[1])[:_NAMED]
-    ]
+    longest = [f"{group} {ms_words(time_s)}" for group, time_s in _kernels(budget)[:_NAMED]]
     groups = f" ({', '.join(longest)})" if longest else ""
     share = percent(budget.floor[AS_THEY_RUN] / budget.measured_s)
     return f"{share} % is its {pieces} as they run{groups}{phase}; `trainstep profile` shows them."
+
+
+def _kernels(budget: Budget) -> list[tuple[str, float]]:
+    """The groups of kernels as they run with their times, the longest first."""
+    return sorted(budget.as_they_run_s.items(), key=lambda item: -item[1])
 
 
 def _longest_phase(budget: Budget, verb: str) -> str:
@@ -341,9 +343,9 @@ def _once(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
     """The rows, with every key in each, in the units of their names."""
     for part, time_s in budget.floor.items():
-        groups = budget.as_they_run_s if part == AS_THEY_RUN else {}
-        for group in sorted(groups, key=lambda name: -groups[name]):
-            yield _line(budget, _FLOOR, groups[group], title=f"floor: {group} (as it runs)")
+        groups = _kernels(budget) if part == AS_THEY_RUN else []
+        for group, group_s in groups:
+            yield _line(budget, _FLOOR, group_s, title=f"floor: {group} (as it runs)")
         if not groups:
             yield _line(budget, _FLOOR, time_s, title=f"floor: {part}")
     for finding in budget.findings:

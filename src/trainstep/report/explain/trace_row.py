@@ -43,7 +43,7 @@ class _Seen(NamedTuple):
     gpu: str | None
     patterns: Columns | None
     data_s: tuple[float, ...]
-    matmuls: MatmulWork | None
+    matmuls: MatmulWork
 
 
 def _seen(path: Path, limits: ReadLimits) -> _Seen:
@@ -62,9 +62,7 @@ def _record(path: Path, seen: _Seen) -> Record:
     record = trace_record(seen.profile, path, seen.gpu)
     tables = {**record.tables, **({} if seen.patterns is None else {"patterns": seen.patterns})}
     data = Samples(unit="s", values=seen.data_s)
-    facts = dict(record.facts)
-    if seen.matmuls is not None:
-        facts |= facts_of(matmul_flops=seen.matmuls.flops, matmul_flops_s=seen.matmuls.time_s)
+    facts = {**record.facts, **facts_of(**seen.matmuls.numbers())}
     return dataclasses.replace(record, samples={**record.samples, Part.DATA.value: data}, tables=tables, facts=facts)
 
 

@@ -15,10 +15,17 @@ _SIXTEEN_BITS = ("c10::BFloat16", "c10::Half")
 
 
 class MatmulWork(NamedTuple):
-    """Per step: FLOPs, 2 m n k of each product, and the device's seconds for them."""
+    """A step's FLOPs, 2 m n k of each product, and the device's seconds for them; both 0 without such matmuls."""
 
     flops: float
     time_s: float
+
+    def numbers(self) -> dict[str, float]:
+        """The facts of a record; none without matmuls."""
+        return {"matmul_flops": self.flops, "matmul_flops_s": self.time_s} if self.flops else {}
+
+
+NO_MATMULS = MatmulWork(flops=0.0, time_s=0.0)
 
 
 def in_fp32(ops: StepOps) -> Iterator[Pattern]:
@@ -29,14 +36,14 @@ def in_fp32(ops: StepOps) -> Iterator[Pattern]:
         yield Pattern(name=PRECISION, calls=len(matmuls), costs=costs, least_ns=0.0, what="matmuls of fp32 tensors")
 
 
-def sixteen_bit_work(ops: StepOps) -> MatmulWork | None:
-    """The work of 16-bit matmuls on a GPU; None without any. Kernels that a compiler wrote in their place have no op."""
+def sixteen_bit_work(ops: StepOps) -> MatmulWork:
+    """The work of 16-bit matmuls on a GPU. Kernels that a compiler wrote in their place have no op."""
     matmuls = [op for op in ops.all if op.name in _MATMULS and any(dtype in _SIXTEEN_BITS for dtype in op.dtypes[:1])]
     known = [opened for opened in matmuls if _flops(opened)]
     time_ns = sum(cost.time_ns for cost in ops.costs(known).values())
     flops = sum(map(_flops, known))
     if not (ops.on_device and time_ns):
-        return None
+        return NO_MATMULS
     return MatmulWork(flops=flops / ops.steps, time_s=time_ns / 1e9 / ops.steps)
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainstep.traces.patterns.attention import with_mask, written_out
-from trainstep.traces.patterns.matmuls import MatmulWork, in_fp32, sixteen_bit_work
+from trainstep.traces.patterns.matmuls import NO_MATMULS, MatmulWork, in_fp32, sixteen_bit_work
 from trainstep.traces.patterns.optimizer import by_tensor
 from trainstep.traces.patterns.pattern import Pattern
 from trainstep.traces.patterns.slices import in_slices
@@ -33,7 +33,7 @@ class Patterns:
     patterns: tuple[Pattern, ...] = ()
     steps: int = 1
     of: Mapping[str, Cost] = field(default_factory=dict)
-    sixteen_bit: MatmulWork | None = None
+    sixteen_bit: MatmulWork = NO_MATMULS
 
     def table(self, timed_s: Mapping[str, float] = _NONE_TIMED) -> Columns:
         """The rows, per step: one for each pattern and phase. `timed_s`: pattern -> what the other way takes, where timed."""
