@@ -34,7 +34,7 @@ def test_sizes_are_rounded_up_to_a_multiple_of_the_ranks(config: dict[str, Any],
         ({"mib": float("inf")}, "mib: must be over 0"),
         ({"steps": 0}, "steps: must be"),
         ({"dtype": "fp64"}, "dtype: 'fp64' is not known"),
-        ({"lanes": 0}, "lanes: must be a whole number of at least 1"),
+        ({"inbox_mib": 0}, "inbox_mib: must be a whole number of at least 1"),
         (
             {"transport": "copies", "operation": "broadcast"},
             "^transport: a broadcast is sent by the library; leave it at",

@@ -43,7 +43,6 @@ class CollectiveConfig:
         TRANSPORTS,
     )
     inbox_mib: int = described("MiB of each rank's memory for what arrives by copies", 256)
-    lanes: int = described("chunks under way at a time by copies, which share the inbox", 4)
     dtype: str = described("dtype of the tensor", "fp32", tuple(ELEMENT_BYTES))
     mib: float = described("MiB of the whole tensor that is reduced, gathered or sent; 0.001 is 1 KiB", 1.0)
     device: str = described("device of the tensor", "cpu", ("cpu", "cuda"))
@@ -68,8 +67,7 @@ class CollectiveConfig:
         check_integer(self, "seed", at_least=0, at_most=2**63 - 1)
         if not 0 < self.mib < math.inf or self.mib > 2**20:
             raise ValueError(f"mib: must be over 0 and at most {2**20}, not {self.mib:g}")
-        for name in ("inbox_mib", "lanes"):
-            check_integer(self, name, at_least=1)
+        check_integer(self, "inbox_mib", at_least=1)
         if self.transport == "copies" and (self.operation == "broadcast" or self.nodes > 1):
             what = "a broadcast" if self.operation == "broadcast" else "what goes to another node"
             raise ValueError(f"transport: {what} is sent by the library; leave it at library")

@@ -179,7 +179,7 @@ ADDED_LATER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "train_step": {"ranks": 1, "nodes": 1},
         "parallel": {"nodes": 1},
         "memory": {"nodes": 1},
-        "collective": {"nodes": 1, "level": "all", "transport": "library", "inbox_mib": 256, "lanes": 4},
+        "collective": {"nodes": 1, "level": "all", "transport": "library", "inbox_mib": 256},
     }
 )
 """Workload -> the fields that its older records do not have -> their defaults."""

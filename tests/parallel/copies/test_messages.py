@@ -62,12 +62,11 @@ def numbers(count: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 @given(
     sizes=st.lists(st.integers(1, 700), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),
-    lanes=st.integers(1, 3),
     slots=st.integers(1, 3),
 )
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4, 8))])
-def test_every_collective_has_its_result(world_size: int, sizes: list[int], dtype: torch.dtype, lanes: int, slots: int):
-    options = CopyEngines(inbox_bytes=256 * slots * lanes * (world_size - 1), least_bytes=1, lanes=lanes)
+def test_every_collective_has_its_result(world_size: int, sizes: list[int], dtype: torch.dtype, slots: int):
+    options = CopyEngines(inbox_bytes=768 * slots * world_size, least_bytes=1)
     for found in run_ranks(world_size, differences, sizes, dtype, options):
         assert found == [0] * len(found)
 
@@ -119,12 +118,8 @@ def refusal(ranks: Ranks, options: CopyEngines) -> str:
 
 
 def test_an_inbox_that_is_too_small_is_refused():
-    words = "inbox_bytes: must be at least 2048 for 3 ranks, not 100"
+    words = "inbox_bytes: must be at least 2304 for 3 ranks, not 100"
     assert run_ranks(3, refusal, CopyEngines(inbox_bytes=100)) == [words] * 3
-
-
-def test_a_lane_is_needed():
-    assert run_ranks(2, refusal, CopyEngines(lanes=0)) == ["lanes: must be at least 1, not 0"] * 2
 
 
 def no_room(ranks: Ranks) -> str:

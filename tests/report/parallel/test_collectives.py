@@ -51,13 +51,13 @@ def texts(table: Any) -> list[dict[str, str]]:
 def test_copies_are_series_of_their_own():
     sizes = (0.25, 16, 1024)
     copied = {"transport": "copies"}
-    records = [cell(mib, **how) for how in ({}, copied, copied | {"lanes": 8, "inbox_mib": 64}) for mib in sizes]
+    records = [cell(mib, **how) for how in ({}, copied, copied | {"inbox_mib": 64}) for mib in sizes]
     _, fit = all_tables(rows(*records))
-    assert [line["transport"] for line in texts(fit)] == ["–", "copies", "copies, inbox 64 MiB, 8 lanes"]
+    assert [line["transport"] for line in texts(fit)] == ["–", "copies", "copies, inbox 64 MiB"]
     [section] = collective_sections(rows(*records))
     assert section.paragraphs[1].startswith("all_reduce by copies, 4 ranks, fp32: at most 180 GB/s")
     answer = collectives_answer(rows(*records))
-    assert "all_reduce of fp32 on 4 ranks by copies, inbox 64 MiB, 8 lanes: " in answer.verdict
+    assert "all_reduce of fp32 on 4 ranks by copies, inbox 64 MiB: " in answer.verdict
     assert "transport" not in texts(all_tables(rows(*map(cell, sizes)))[1])[0]
 
 

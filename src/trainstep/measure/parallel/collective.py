@@ -203,7 +203,7 @@ def transport_of(config: CollectiveConfig) -> CopyEngines | None:
     """The copies that a cell asks for; None: the library."""
     if config.transport == "library":
         return None
-    return CopyEngines(inbox_bytes=config.inbox_mib * 2**20, least_bytes=0, lanes=config.lanes)
+    return CopyEngines(inbox_bytes=config.inbox_mib * 2**20, least_bytes=0)
 
 
 def _timed_by_host(start: Callable[[], Pending]) -> dict[str, float]:

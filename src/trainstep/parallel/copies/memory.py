@@ -1,12 +1,10 @@
-"""Memory that the ranks of one machine write into each other's, and signals between these ranks.
+"""Memory of the ranks of one machine that they read and write among each other, and their meetings.
 
-A rank has one block of bytes, which every other rank can address, and a signal for each pair of ranks and channel:
+A rank has one block of bytes, which every other rank can address. Ranks meet on a channel: each sets a signal for every other one,
+then waits until the others' are set, and takes them.
 
-    put_signal     sets the signal that the other rank waits for; waits while an earlier signal has not been taken
-    wait_signal    waits until the other rank has set it, and takes it
-
-On GPUs the block is torch's symmetric memory (`torch.distributed._symmetric_memory`), addresses over NVLink or PCIe; signals are
-kernels of one block, in the order of the current stream, so a CUDA graph can hold them. NVLink multicast is not used. On a CPU the
+On GPUs the block is torch's symmetric memory (`torch.distributed._symmetric_memory`), addresses over NVLink or PCIe; a meeting is a
+kernel of one block, in the order of the current stream, so a CUDA graph can hold it. NVLink multicast is not used. On a CPU the
 block is a file that all ranks map, and the host waits.
 """
 
@@ -41,12 +39,8 @@ class PeerMemory(ABC):
         """The rank's block, (bytes,) of uint8."""
 
     @abstractmethod
-    def put_signal(self, rank: int, channel: int) -> None:
-        """Set this rank's signal to `rank`, after everything that the current stream was given before."""
-
-    @abstractmethod
-    def wait_signal(self, rank: int, channel: int) -> None:
-        """Wait for the signal of `rank` and take it, before anything that the current stream is given later."""
+    def meet(self, channel: int) -> None:
+        """What the current stream is given later begins when all ranks have done what theirs were given before."""
 
 
 def open_peer_memory(ranks: Ranks, bytes_: int, *, channels: int, gather_texts: GatherTexts) -> PeerMemory:
@@ -86,11 +80,8 @@ class _SymmetricMemory(PeerMemory):
     def of(self, rank: int) -> Tensor:
         return self._blocks[rank]
 
-    def put_signal(self, rank: int, channel: int) -> None:
-        self._handle.put_signal(rank, channel)
-
-    def wait_signal(self, rank: int, channel: int) -> None:
-        self._handle.wait_signal(rank, channel)
+    def meet(self, channel: int) -> None:
+        self._handle.barrier(channel)
 
 
 class _MappedFiles(PeerMemory):
@@ -129,11 +120,12 @@ class _MappedFiles(PeerMemory):
     def of(self, rank: int) -> Tensor:
         return self._blocks[rank]
 
-    def put_signal(self, rank: int, channel: int) -> None:
-        self._turn(self._signals[rank], channel * self._world_size + self._rank, 1, rank)
-
-    def wait_signal(self, rank: int, channel: int) -> None:
-        self._turn(self._signals[self._rank], channel * self._world_size + rank, 0, rank)
+    def meet(self, channel: int) -> None:
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        for rank in others:
+            self._turn(self._signals[rank], channel * self._world_size + self._rank, 1, rank)
+        for rank in others:
+            self._turn(self._signals[self._rank], channel * self._world_size + rank, 0, rank)
 
     def _turn(self, signals: Any, place: int, value: int, rank: int) -> None:
         """Set a signal to `value` once it has the other value."""

@@ -1,25 +1,36 @@
 """Collectives by copies between the ranks of one machine: copy engines move the bytes, multiprocessors stay free to compute.
 
-NCCL moves bytes by kernels, which take multiprocessors and caches from the matmuls beside them. A copy into another GPU's memory
-needs none. A message is cut into N parts, one for each rank, and parts into chunks as large as an inbox's slot:
+NCCL moves bytes by kernels, which take multiprocessors and caches from the matmuls beside them. A copy from or into another GPU's
+memory needs none. A message is cut into N parts, one for each rank, and parts into chunks that fit into a box, of which each rank
+has some in memory that all others can address:
 
-    reduce-scatter   each rank copies chunk p into rank p's inbox; rank p averages its own chunk and those in its inbox
-    all-gather       each rank copies its chunk into every inbox, and from its own inbox to the tensor
-    all-reduce       both, chunk by chunk
+    reduce-scatter   each rank copies chunk p into rank p's inbox; all meet; rank p averages its own chunk and those in its inbox
+    all-gather       each rank copies its chunk into its own outbox; all meet; each copies the others' chunks out of their outboxes
+    all-reduce       reduce-scatter, then all-gather, a round behind
 
-    sender:   wait for `free` of the receiver, copy, set `arrived`
-    receiver: wait for `arrived` of every sender, read the inbox, set `free`
+Ranks meet on the GPU (`PeerMemory.meet`), in the order of a stream: what comes behind a meeting begins when all ranks have done
+what comes before it. So a box is written again only when every rank is done with it:
 
-Every rank takes the same chunks in the same order. A lane is a stream with an inbox of its own; chunks take turns on the lanes, so
-one lane's copies run while the other averages. A message may be several tensors (pieces.py), which are read and written where they
-are, each by copies of its own. Nothing is written into a tensor of another rank except its inbox, so tensors may
-come and go, and a message ends as a collective does: when its results are on this rank. Between messages every inbox is free.
+    copying   meet | copy 0 in | meet | copy 1 in           | meet | copy 0 out, copy 2 in | meet | ...
+    beside                            | average 0, into out |      | average 1, into out   |
 
-For n bytes each rank sends n (N-1)/N in reduce-scatter and in all-gather, as in a ring, and besides reads and writes its inbox.
+Boxes of a kind are two, which chunks take in turns: who copies chunk 2 in has met the others after they had averaged chunk 0. What
+a rank does alone runs on a second stream, beside the copies of the next chunk. Each message begins with a meeting, so launches of
+a CUDA graph and eager messages may follow each other in any order. Ranks copy in step, each from or to another one, so that no link
+carries the bytes of two, and messages of a kind follow each other, because two copies at a time would share an engine and links.
+
+A message may be several tensors (pieces.py), which are read and written where they are, each by copies of its own. Nobody reads or
+writes a tensor of another rank, only boxes, so tensors may come and go, and a message ends as a collective does: when its
+results are on this rank.
+
+For n bytes each rank sends n (N-1)/N in reduce-scatter and in all-gather, as in a ring. Besides, reduce-scatter reads what arrived
+once more, n (N-1)/N, and all-gather copies the rank's own n/N.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -46,75 +57,111 @@ Parts = Sequence[tuple[int, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class CopyEngines:
-    """Messages of ranks of one machine are copied into the other ranks' memory. Pass it as `transport` to a parallel strategy.
+    """Messages of ranks of one machine are copied between their memories. Pass it as `transport` to a parallel strategy.
 
-    `inbox_bytes`: memory for arriving chunks on each rank, which torch's allocator does not count. `least_bytes`: smaller messages
-    go through the library (NCCL or gloo), as do maxima and broadcasts. `lanes`: chunks under way at a time, which share the inbox.
+    `inbox_bytes`: memory for the boxes of each rank, which torch's allocator does not count. `least_bytes`: smaller messages go
+    through the library (NCCL or gloo), as do maxima and broadcasts.
     """
 
     inbox_bytes: int = 256 * 2**20
     least_bytes: int = 2**20
-    lanes: int = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lane:
-    """Where a chunk is sent. `stream`: None on a CPU; `free` and `arrived`: channels; `first_byte`: of its inbox."""
-
-    stream: torch.cuda.Stream | None
-    free: int
-    arrived: int
-    first_byte: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A message that has been started. It keeps the tensors until it was waited for."""
+    """A message that has been started. `end`: None on a CPU, where it is over. It keeps the tensors until it was waited for."""
 
-    ends: Sequence[torch.cuda.Event]
+    end: torch.cuda.Event | None
     tensors: Sequence[Tensor]
 
     def wait(self) -> None:
         """Let the current stream wait for the message."""
-        for end in self.ends:
-            torch.cuda.current_stream().wait_event(end)
+        if self.end is not None:
+            torch.cuda.current_stream().wait_event(self.end)
+
+
+class Lane:
+    """Where messages of a kind travel, one after the other. `channel`: of its meetings.
+
+    `inboxes`, `outboxes`: the first byte of each, in every rank's memory.
+    """
+
+    def __init__(
+        self, memory: PeerMemory, device: torch.device, *, channel: int, inboxes: Sequence[int], outboxes: Sequence[int]
+    ) -> None:
+        self._memory, self._channel = memory, channel
+        self._inboxes, self._outboxes = inboxes, outboxes
+        on_gpu = device.type == "cuda"
+        self._copying = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+        self._beside = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+        self._is_beside = False
+        """Whether work beside has not been joined."""
+
+    def inbox(self, number: int) -> int:
+        """The first byte of the inboxes' box for chunk `number`."""
+        return self._inboxes[number % 2]
+
+    def outbox(self, number: int) -> int:
+        """The same of the outboxes."""
+        return self._outboxes[number % 2]
+
+    @contextmanager
+    def message(self) -> Iterator[list[torch.cuda.Event]]:
+        """Inside, a message's copies are enqueued, behind the work that the current stream has. Yields a list for its end."""
+        ends: list[torch.cuda.Event] = []
+        if self._copying is not None:
+            self._copying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copying):
+            self._memory.meet(self._channel)
+            yield ends
+            if self._copying is not None:
+                ends.append(self._copying.record_event())
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, work is enqueued that runs beside the copies which follow, until the next meeting or `join`."""
+        if self._beside is not None and self._copying is not None:
+            self._beside.wait_stream(self._copying)
+        with torch.cuda.stream(self._beside):
+            yield
+            self._is_beside = True
+
+    def join(self) -> None:
+        """Let the copies that follow wait for the work beside them."""
+        if self._copying is not None and self._beside is not None and self._is_beside:
+            self._copying.wait_stream(self._beside)
+        self._is_beside = False
+
+    def meet(self) -> None:
+        """What follows begins when all ranks have come here, with their copies and the work beside."""
+        self.join()
+        self._memory.meet(self._channel)
 
 
 class PeerCopies:
     """The collectives of one group by copies. ValueError as open_peer_memory has it. Every rank must make it at the same place."""
 
     def __init__(self, ranks: Ranks, options: CopyEngines, gather_texts: GatherTexts) -> None:
-        if options.lanes < 1:
-            raise ValueError(f"lanes: must be at least 1, not {options.lanes}")
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._least_bytes = options.least_bytes
-        others = ranks.world_size - 1
-        slot_bytes = options.inbox_bytes // options.lanes // others // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        # Two inboxes with a slot for each other rank, and two outboxes with one; half as much for gathers.
+        slot_bytes = _aligned(options.inbox_bytes // (3 * ranks.world_size))
         if slot_bytes < _ALIGNMENT_BYTES:
-            least = _ALIGNMENT_BYTES * options.lanes * others
+            least = 3 * ranks.world_size * _ALIGNMENT_BYTES
             raise ValueError(
                 f"inbox_bytes: must be at least {least} for {ranks.world_size} ranks, not {options.inbox_bytes}"
             )
         self._slot_bytes = slot_bytes
-        lane_bytes = slot_bytes * others
-        self._memory: PeerMemory = open_peer_memory(
-            ranks, lane_bytes * options.lanes, channels=2 * options.lanes, gather_texts=gather_texts
-        )
-        on_gpu = ranks.device.type == "cuda"
-        self._lanes = [
-            Lane(
-                stream=torch.cuda.Stream(ranks.device, priority=-1) if on_gpu else None,
-                free=2 * number,
-                arrived=2 * number + 1,
-                first_byte=lane_bytes * number,
-            )
-            for number in range(options.lanes)
-        ]
-        self._turn = 0
+        """Of one sender's chunk."""
+        self._shown_bytes = shown_bytes = _aligned(slot_bytes * ranks.world_size // 2)
+        """Of an all-gather's chunk."""
+        inbox_bytes = slot_bytes * (ranks.world_size - 1)
+        ends = list(accumulate([inbox_bytes, inbox_bytes, slot_bytes, slot_bytes, shown_bytes, shown_bytes], initial=0))
+        self._memory: PeerMemory = open_peer_memory(ranks, ends[-1], channels=2, gather_texts=gather_texts)
+        self._reducing = Lane(self._memory, ranks.device, channel=0, inboxes=ends[:2], outboxes=ends[2:4])
+        self._gathering = Lane(self._memory, ranks.device, channel=1, inboxes=(), outboxes=ends[4:6])
         self._peers = [(ranks.rank + distance) % ranks.world_size for distance in range(1, ranks.world_size)]
         """The other ranks, each rank beginning with its neighbour, so that all links are busy."""
-        for lane in self._lanes:
-            self._set_free(lane)
 
     def takes(self, message: Tensor | Pieces, reduction: str = "sum") -> bool:
         """Whether a message of this tensor, or of these pieces, goes by copies."""
@@ -129,128 +176,104 @@ class PeerCopies:
         """Every rank's pieces become the average or sum of all ranks' pieces."""
         numel = -(-pieces.numel // self._world_size)
         numel = -(-numel // _ALIGNMENT) * _ALIGNMENT
-        message = _Message()
-        for chunk in self._chunks(numel, pieces.dtype):
-            with self._next_lane(message) as lane:
-                parts = self._cut(pieces, numel, chunk)
-                own = parts[self._rank]
-                self._reduce(lane, parts, [part for _, part in own], reduction)
-                self._gather(lane, parts, own)
-        return message.end(pieces.tensors)
+        lane = self._reducing
+        chunks = [
+            self._cut(pieces, numel, chunk) for chunk in _chunks(numel, self._slot_bytes // pieces.dtype.itemsize)
+        ]
+        with lane.message() as ends:
+            for number in range(len(chunks) + 1):
+                if number < len(chunks):
+                    self._push(lane.inbox(number), chunks[number])
+                lane.meet()
+                if number < len(chunks):
+                    own = chunks[number][self._rank]
+                    with lane.beside():
+                        self._average(lane.inbox(number), own, [part for _, part in own], reduction)
+                        self._show(lane.outbox(number), own)
+                if number > 0:
+                    self._pull(lane.outbox(number - 1), chunks[number - 1])
+        return Sent(end=ends[0] if ends else None, tensors=pieces.tensors)
 
     def reduce_scatter(self, shard: Tensor, pieces: Pieces, reduction: str) -> Sent:
         """`shard` becomes this rank's part of the reduced pieces, with zeros between them."""
-        into = shard.view(-1)
-        message = _Message()
-        for chunk in self._chunks(into.numel(), into.dtype):
-            with self._next_lane(message) as lane:
+        into, lane = shard.view(-1), self._reducing
+        with lane.message() as ends:
+            for number, chunk in enumerate(_chunks(into.numel(), self._slot_bytes // into.itemsize)):
                 parts = self._cut(pieces, into.numel(), chunk)
                 own = parts[self._rank]
                 places = [slice(chunk.start + place, chunk.start + place + part.numel()) for place, part in own]
-                _zero_between(places, into, chunk)
-                self._reduce(lane, parts, [into[place] for place in places], reduction)
-        return message.end([shard, *pieces.tensors])
+                self._push(lane.inbox(number), parts)
+                lane.meet()
+                with lane.beside():
+                    _zero_between(places, into, chunk)
+                    self._average(lane.inbox(number), own, [into[place] for place in places], reduction)
+            lane.join()
+        return Sent(end=ends[0] if ends else None, tensors=[shard, *pieces.tensors])
 
     def all_gather(self, tensor: Tensor, shard: Tensor) -> Sent:
         """`tensor` becomes every rank's shard, one after the other."""
-        whole, own = Pieces.of([tensor.view(-1)]), shard.view(-1)
-        message = _Message()
-        for chunk in self._chunks(own.numel(), own.dtype):
-            with self._next_lane(message) as lane:
+        whole, own, lane = Pieces.of([tensor.view(-1)]), shard.view(-1), self._gathering
+        chunks = list(_chunks(own.numel(), self._shown_bytes // own.itemsize))
+        with lane.message() as ends:
+            for number, chunk in enumerate(chunks):
+                if number == 0:
+                    self._show(lane.outbox(0), [(0, own[chunk])])
                 parts = self._cut(whole, own.numel(), chunk)
-                self._gather(lane, parts, [(0, own[chunk])] if own[chunk].numel() else [])
-        return message.end([shard, tensor])
+                lane.meet()
+                with lane.beside():
+                    if number + 1 < len(chunks):
+                        self._show(lane.outbox(number + 1), [(0, own[chunks[number + 1]])])
+                    for _, to in parts[self._rank]:
+                        if to.data_ptr() != own[chunk].data_ptr():
+                            to.copy_(own[chunk])
+                self._pull(lane.outbox(number), parts)
+            lane.join()
+        return Sent(end=ends[0] if ends else None, tensors=[shard, tensor])
 
     def _cut(self, pieces: Pieces, numel: int, chunk: slice) -> list[Parts]:
         """This chunk of each rank's part of a message; a part has `numel` elements."""
         firsts = [rank * numel for rank in range(self._world_size)]
         return [pieces.cut(first + chunk.start, first + chunk.stop) for first in firsts]
 
-    def _reduce(self, lane: Lane, chunks: Sequence[Parts], into: Sequence[Tensor], reduction: str) -> None:
-        """Send `chunks[p]` to rank p, and reduce this rank's chunk and those that arrive."""
-        self._send(lane, [chunks[peer] for peer in self._peers])
-        scale = 1 / self._world_size if reduction == "average" else 1.0
-        for (place, own), to in zip(chunks[self._rank], into, strict=True):
-            add_up(own, self._slots(lane, own)[:, place:], to, scale)
-        self._set_free(lane)
+    def _push(self, inbox: int, chunks: Sequence[Parts]) -> None:
+        """Copy `chunks[p]` into this rank's slot of rank p's inbox."""
+        for peer in self._peers:
+            first = inbox + self._slot_bytes * (self._rank if self._rank < peer else self._rank - 1)
+            for place, part in chunks[peer]:
+                self._place(peer, first, place, part).copy_(part)
 
-    def _gather(self, lane: Lane, chunks: Sequence[Parts], own: Parts) -> None:
-        """Send this rank's chunk to every rank; `chunks[p]` becomes that of rank p."""
-        self._send(lane, [own] * len(self._peers))
-        for (_, to), (_, part) in zip(chunks[self._rank], own, strict=True):
-            if to.data_ptr() != part.data_ptr():
-                to.copy_(part)
+    def _average(self, inbox: int, own: Parts, into: Sequence[Tensor], reduction: str) -> None:
+        """Reduce this rank's parts of a chunk and those that have arrived."""
+        scale = 1 / self._world_size if reduction == "average" else 1.0
+        arrived = self._memory.of(self._rank)[inbox : inbox + self._slot_bytes * len(self._peers)]
+        for (place, part), to in zip(own, into, strict=True):
+            add_up(part, arrived.view(part.dtype).view(len(self._peers), -1)[:, place:], to, scale)
+
+    def _show(self, outbox: int, own: Parts) -> None:
+        """Copy this rank's parts of a chunk to where the others find them."""
+        for place, part in own:
+            self._place(self._rank, outbox, place, part).copy_(part)
+
+    def _pull(self, outbox: int, chunks: Sequence[Parts]) -> None:
+        """`chunks[p]` becomes what rank p shows."""
         for peer in self._peers:
             for place, to in chunks[peer]:
-                to.copy_(self._slot(lane, self._rank, peer, place, to))
-        self._set_free(lane)
+                to.copy_(self._place(peer, outbox, place, to))
 
-    def _send(self, lane: Lane, contents: Sequence[Parts]) -> None:
-        """Copy parts into each peer's inbox, and wait for theirs."""
-        for peer, parts in zip(self._peers, contents, strict=True):
-            self._memory.wait_signal(peer, lane.free)
-            for place, part in parts:
-                self._slot(lane, peer, self._rank, place, part).copy_(part)
-            self._memory.put_signal(peer, lane.arrived)
-        for peer in self._peers:
-            self._memory.wait_signal(peer, lane.arrived)
-
-    def _set_free(self, lane: Lane) -> None:
-        for peer in self._peers:
-            self._memory.put_signal(peer, lane.free)
-
-    def _slot(self, lane: Lane, owner: int, sender: int, place: int, like: Tensor) -> Tensor:
-        """Where in the owner's inbox element `place` of this sender's chunk begins, in the size and dtype of `like`."""
-        first = lane.first_byte + self._slot_bytes * (sender if sender < owner else sender - 1) + place * like.itemsize
+    def _place(self, owner: int, first: int, place: int, like: Tensor) -> Tensor:
+        """`place` elements behind byte `first` of the owner's memory, in the size and dtype of `like`."""
+        first += place * like.itemsize
         return self._memory.of(owner)[first : first + like.nbytes].view(like.dtype)
 
-    def _slots(self, lane: Lane, like: Tensor) -> Tensor:
-        """This rank's inbox on the lane, (peers, elements of a slot)."""
-        others = len(self._peers)
-        own = self._memory.of(self._rank)
-        return own[lane.first_byte : lane.first_byte + self._slot_bytes * others].view(like.dtype).view(others, -1)
 
-    def _chunks(self, numel: int, dtype: torch.dtype) -> Iterator[slice]:
-        """The places of a part's chunks."""
-        size = self._slot_bytes // dtype.itemsize
-        for first in range(0, numel, size):
-            yield slice(first, min(first + size, numel))
-
-    def _next_lane(self, message: "_Message") -> "_OnLane":
-        lane = self._lanes[self._turn]
-        self._turn = (self._turn + 1) % len(self._lanes)
-        return _OnLane(lane, message)
+def _chunks(numel: int, most: int) -> Iterator[slice]:
+    """The places of a part's chunks, of `most` elements."""
+    for first in range(0, numel, most):
+        yield slice(first, min(first + most, numel))
 
 
-class _Message:
-    """The lanes that a message uses. They begin after the work that the current stream had when the message began."""
-
-    def __init__(self) -> None:
-        self._lanes: dict[int, torch.cuda.Stream] = {}
-
-    def enter(self, lane: Lane) -> None:
-        if lane.stream is not None and lane.free not in self._lanes:
-            lane.stream.wait_stream(torch.cuda.current_stream())
-            self._lanes[lane.free] = lane.stream
-
-    def end(self, tensors: Sequence[Tensor]) -> Sent:
-        return Sent(ends=[stream.record_event() for stream in self._lanes.values()], tensors=tensors)
-
-
-class _OnLane:
-    """The context in which a chunk's work is given to its lane."""
-
-    def __init__(self, lane: Lane, message: _Message) -> None:
-        message.enter(lane)
-        self._lane = lane
-        self._context = torch.cuda.stream(lane.stream)
-
-    def __enter__(self) -> Lane:
-        self._context.__enter__()
-        return self._lane
-
-    def __exit__(self, *error: object) -> None:
-        self._context.__exit__(*error)
+def _aligned(bytes_: int) -> int:
+    return bytes_ // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 
 def _zero_between(places: Sequence[slice], shard: Tensor, chunk: slice) -> None:

@@ -43,7 +43,7 @@ from trainstep.report.parallel.links import level_words, links_tables, slowest_w
 LABEL = ("operation", "backend", "ranks", "dtype")
 _PLACED = ("nodes", "level")
 """What else tells series apart where ranks are on several nodes."""
-_SENT = ("transport", "inbox_mib", "lanes")
+_SENT = ("transport", "inbox_mib")
 """The same where messages go by copies."""
 _HOW = (
     "Time: of the slowest rank, median ± half the interquartile range. Algorithm bandwidth: size over median time. Bus "
@@ -150,12 +150,11 @@ def _place_column(name: str, form: Form, value: Callable[[Record], Any]) -> Colu
 
 
 def transport_words(config: Mapping[str, Any]) -> str:
-    """`copies` or `copies, inbox 64 MiB, 8 lanes`; empty where the library sends."""
+    """`copies` or `copies, inbox 64 MiB`; empty where the library sends."""
     if config.get("transport", "library") == "library":
         return ""
-    inbox_mib, lanes = config["inbox_mib"], config["lanes"]
-    inbox = [f"inbox {inbox_mib} MiB"] * (inbox_mib != CollectiveConfig.inbox_mib)
-    return ", ".join(["copies", *inbox, *[f"{lanes} lanes"] * (lanes != CollectiveConfig.lanes)])
+    inbox_mib = config["inbox_mib"]
+    return "copies" if inbox_mib == CollectiveConfig.inbox_mib else f"copies, inbox {inbox_mib} MiB"
 
 
 def _nodes(record: Record) -> int | None:
