@@ -213,21 +213,16 @@ class PeerCopies:
     def all_gather(self, tensor: Tensor, shard: Tensor) -> Sent:
         """`tensor` becomes every rank's shard, one after the other."""
         whole, own, lane = Pieces.of([tensor.view(-1)]), shard.view(-1), self._gathering
-        chunks = list(_chunks(own.numel(), self._shown_bytes // own.itemsize))
+        # Nothing runs beside these copies: a graph with a branch at each chunk starts the next forward only behind the last gather.
         with lane.message() as ends:
-            for number, chunk in enumerate(chunks):
-                if number == 0:
-                    self._show(lane.outbox(0), [(0, own[chunk])])
+            for number, chunk in enumerate(_chunks(own.numel(), self._shown_bytes // own.itemsize)):
                 parts = self._cut(whole, own.numel(), chunk)
+                self._show(lane.outbox(number), [(0, own[chunk])])
+                for _, to in parts[self._rank]:
+                    if to.data_ptr() != own[chunk].data_ptr():
+                        to.copy_(own[chunk])
                 lane.meet()
-                with lane.beside():
-                    if number + 1 < len(chunks):
-                        self._show(lane.outbox(number + 1), [(0, own[chunks[number + 1]])])
-                    for _, to in parts[self._rank]:
-                        if to.data_ptr() != own[chunk].data_ptr():
-                            to.copy_(own[chunk])
                 self._pull(lane.outbox(number), parts)
-            lane.join()
         return Sent(end=ends[0] if ends else None, tensors=[shard, tensor])
 
     def _cut(self, pieces: Pieces, numel: int, chunk: slice) -> list[Parts]:
