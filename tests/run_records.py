@@ -34,9 +34,13 @@ def a_run(
     tables: dict[str, Any] | None = None,
     facts: dict[str, Any] | None = None,
     collection_ms: float = 0.0,
+    device_ms: dict[Part, float] | None = None,
     **config: Any,
 ) -> Record:
-    """A record of `steps` equal steps on a CPU, which finished; `facts` replace its facts (None: left out)."""
+    """A record of `steps` equal steps on a CPU, which finished; `facts` replace its facts (None: left out).
+
+    `device_ms`: what parts of each step take by the GPU's clock.
+    """
     identity = ScriptConfig(**{"script": "train.py", "run": "run-1", "first_step": first_step, **config})
     whole_ms = sum(parts_ms.values())
     samples = {part.value: seconds([ms / 1e3] * steps) for part, ms in parts_ms.items()}
@@ -52,6 +56,7 @@ def a_run(
             "step": seconds([whole_ms / 1e3] * steps),
             **samples,
             "garbage_collection": seconds([collection_ms / 1e3] * steps),
+            **{f"device_{part.value}": seconds([ms / 1e3] * steps) for part, ms in (device_ms or {}).items()},
         },
         facts=facts_of(**{**known, **(facts or {})}),
         tables=tables or {},

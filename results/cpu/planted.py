@@ -8,9 +8,9 @@ A case is a loop of tests/planted/loops (by hand, Hugging Face's Trainer, Lightn
 pairs drawn with a seed, or none. It runs under `trainstep run`, and `trainstep explain --json` reads the records. Clean and
 planted runs are alternate: the measured gain of a case is 1 - clean / planted, where clean is the mean of the last clean
 runs before and after it; with `--clean-every 3` there is a clean run after each third case, and one run stands for both
-sides of the others. Times are means of a run's steps, less the time in which a thread waited for a core that others had
-(`net`), because CPUs are seldom left alone; of `second_process`, which is such a wait, they are whole. For the same reason
-an excess `another_process` that nobody planted is left out of the ranks; the table has what others used.
+sides of the others. Times are a run's mean step as explain takes it, less the time in which a thread waited for a core that
+others had (`net`), because CPUs are seldom left alone; of `second_process`, which is such a wait, they are whole. For the same
+reason an excess `another_process` that nobody planted is left out of the ranks; the table has what others used.
 A line of the file is a case, with the raw numbers and the command.
 """
 
@@ -112,9 +112,10 @@ def measured(case: Case, plants: Sequence[str], steps: int, folder: Path) -> dic
     shown = subprocess.run(explained, env=environ, capture_output=True, text=True, timeout=120, check=False)
     if shown.returncode != 0:
         raise RuntimeError(f"{' '.join(explained)}\n{shown.stderr[-2000:]}")
-    rows = [row for row in json.loads(shown.stdout)["rows"] if row["kind"] == "finding"]
+    budget = json.loads(shown.stdout)["rows"]
+    rows = [row for row in budget if row["kind"] == "finding"]
     timed = [record for record in records if "step" in record.samples and record.samples["step"].values]
-    step_s = statistics.fmean(itertools.chain(*(record.samples["step"].values for record in timed)))
+    [step_s] = [row["time_s"] for row in budget if row["kind"] == "measured"]
     timed = [record for record in timed if not record.samples["step"].warmups] or timed  # without the script's start
     whole_s = sum(record.duration_s for record in timed)
     others = sum((record.fact("others_cpu_share") or 0.0) * record.duration_s for record in timed) / whole_s

@@ -261,6 +261,26 @@ def test_kernels_that_another_process_interrupted_are_no_work_of_ones_own(share:
     assert (finding.cause, finding.excess.time_s) == ("another_process", pytest.approx(taken * 0.02))
 
 
+def test_what_ops_that_are_alike_take_longer_was_another_processs_turn():
+    """Turns of different lengths: the share of multiprocessors and the number of processes say less."""
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.02], "share": [1.0]}
+    facts = {"inspected_step": 5, "gpu_others": 1, "gpu_others_share": 0.71, "interrupted_share": 0.57}
+    run = a_run(parts_ms=parts(forward=20.0), tables={"classes": classes}, facts=facts, device="cuda")
+    [finding] = step_budget(script_evidence([run]), None).findings
+    assert (finding.cause, finding.excess.time_s) == ("another_process", pytest.approx(0.57 * 0.02))
+    alone = a_run(parts_ms=parts(forward=20.0), facts=facts | {"gpu_others": 0}, device="cuda")
+    assert not step_budget(script_evidence([alone]), None).findings
+
+
+def test_a_host_that_runs_ahead_makes_no_step_shorter():
+    """Behind an inspected step the host launches faster than the GPU runs, by whose clock a step takes 20 ms."""
+    device = {Part.FORWARD: 6.0, Part.BACKWARD: 12.0, Part.OPTIMIZER: 2.0}
+    ahead = a_run(parts_ms=parts(forward=10.0), device="cuda", device_ms=device)
+    assert script_evidence([ahead]).measured_s == pytest.approx(0.02)
+    late = a_run(parts_ms=parts(forward=30.0), device="cuda", device_ms=device)
+    assert script_evidence([late]).measured_s == pytest.approx(0.03)
+
+
 @pytest.mark.parametrize(
     ("passes", "elements", "causes"),
     [(80, 4000, ["accumulation_sync", "exposed_messages"]), (80, 1000, ["exposed_messages"])],
@@ -386,6 +406,8 @@ def test_only_copies_from_pageable_memory_are_found():
             {"host_copies": 0.002, "synchronisations": 0.010},
         ),  # a read has waited for the work before it
         ("Pinned", 3, None, {"synchronisations": 0.010}),
+        ("Pageable", 0, None, {"host_copies": 0.012}),  # asked not to block: no line waits, and the driver does
+        ("Pinned", 0, None, {"host_launches": 0.010}),
     ],
 )
 def test_who_waits_for_a_copy_from_pageable_memory_would_not_with_pinned(
@@ -401,7 +423,7 @@ def test_who_waits_for_a_copy_from_pageable_memory_would_not_with_pinned(
     waits |= {"why": ["read", "waits"], "time_s": [read_s, None]}
     if read_s is None:
         waits = {name: column[1:] for name, column in waits.items()}
-    tables = {"classes": classes, "kernels": kernels, "host": host, "waits": waits}
+    tables = {"classes": classes, "kernels": kernels, "host": host} | ({"waits": waits} if calls else {})
     run = a_run(parts_ms=parts(forward=20.0), tables=tables, facts={"inspected_step": 5}, device="cuda")
     found = {finding.cause: finding.excess.time_s for finding in step_budget(script_evidence([run]), None).findings}
     assert found == pytest.approx(late, abs=2e-4)

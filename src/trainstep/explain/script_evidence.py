@@ -11,8 +11,14 @@ all that a CPU computes takes longer by it: that share is `another_process`. So 
 what the mean step has without that share and without compilations.
 
 [Note: turns on a GPU] Processes on one GPU have it in turn, and a kernel that is interrupted counts as running all the while. So of
-a step that others share, kernels take less by the others' share. Between processes that always have work the turns are equally
-long: N others can take N of N + 1 parts of it at most, whatever more they use while this one's host is late.
+a step that others share, kernels take less by the others' share, which ops tell that are alike and take longer than each other
+(traces/patterns/turns.py). Without such ops it is the share of multiprocessors that others used. Between processes that always
+have work turns are about equally long: N others then take N of N + 1 parts at most, whatever more they use while this one's
+host is late.
+
+[Note: running ahead] Behind an inspected step a GPU has nothing left to do, and the host launches the next steps faster than the
+GPU runs them, until its queue is full. What is left of them is waited for when the next step is inspected, which is no step's time:
+by the host's clock alone the mean of a few steps is too short. Steps take at least as long as their parts do on the GPU.
 
 [Note: launching late] A line that waits for a GPU costs more than the wait: afterwards the GPU has nothing to do until the host
 has launched something. Had the host not waited, the step would take as long as the GPU's work or the host's own, the longer of the
@@ -56,7 +62,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     """The evidence of one rank's run, in the order of its steps. ValueError for a run without a timed step.
 
     Times are means: a batch or a compilation that comes late once in many steps costs the run its mean and no median. On a CPU the
-    step's other parts are its work, less the garbage collector.
+    step's other parts are its work, less the garbage collector. [Note: running ahead]
     """
     samples: dict[str, list[float]] = {}
     for record in records:
@@ -71,7 +77,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     on_device = records[-1].config["device"] == "cuda"
     waits = list(rows_of(last.tables.get("waits")))
     again = [row for record in records for row in rows_of(record.tables.get("compilations")) if row["reason"]]
-    measured_s = statistics.fmean(times)
+    measured_s = _step_s(samples)
     recompile_s = min(sum(row["time_s"] for row in again) / len(times), measured_s)
     data_s = statistics.fmean(samples.get(Part.DATA, [0.0]))
     collector_s = statistics.fmean(samples.get("garbage_collection", [0.0]))
@@ -136,11 +142,18 @@ def matmul_rate(record: Record) -> tuple[str, ...]:
     )
 
 
+def _step_s(samples: Mapping[str, Sequence[float]]) -> float:
+    """The mean step, by the host's clock or by the GPU's. [Note: running ahead]"""
+    parts = [statistics.fmean(column) for name, column in samples.items() if name.startswith("device_") and column]
+    return max(statistics.fmean(samples["step"]), sum(parts))
+
+
 def _late_s(
     inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], measured_s: float, busy_s: float
 ) -> float:
     """What the step would save if the host never waited for the GPU, as it does in every inspected step. [Note: launching late]"""
-    if not inspected or not all(record.tables.get("waits") and record.tables.get("host") for record in inspected):
+    waiting = (record.tables.get("host") and (record.tables.get("waits") or _pageable(record)) for record in inspected)
+    if not inspected or not all(waiting):
         return 0.0
     usual: dict[str, float] = {phase: _mean(samples, phase) for phase in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)}
     data_s = _mean(samples, Part.DATA)
@@ -156,12 +169,15 @@ def _late_s(
 
 
 def _copying_share(record: Record, waits: Sequence[Mapping[str, Any]]) -> float:
-    """The share of the waits of unknown length that are copies from pageable memory; none where a read took as long as any."""
-    calls = sum(row["calls"] for row in waits if row["time_s"] is None)
-    if not calls or any((row["time_s"] or 0.0) > _LONGEST_READ_S for row in waits):
+    """The share of the waits of unknown length that are copies from pageable memory; none where a read took as long as any.
+
+    A copy that was asked not to block waits all the same, inside the driver, where torch notes no line.
+    """
+    if any((row["time_s"] or 0.0) > _LONGEST_READ_S for row in waits):
         return 0.0
+    calls = sum(row["calls"] for row in waits if row["time_s"] is None)
     copies = sum(row["calls"] for row in _pageable(record))
-    return float(min(1.0, copies / calls))
+    return float(min(1.0, copies / max(1.0, calls)))
 
 
 def _mean(samples: Mapping[str, Sequence[float]], name: str) -> float:
@@ -184,7 +200,7 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     """(time of a step that others took, who they are, whether of the GPU). Nothing below 5 %, which any machine's background takes.
 
     Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU:
-    the share of its multiprocessors that others used, at most that of their turns. [Note: turns on a GPU]
+    [Note: turns on a GPU]
     """
     timed = [record for record in records if record.duration_s and record.samples.get("step", _NO_STEPS).values]
     # The record of the warm-ups contains the script's start, which is no step that somebody could disturb
@@ -203,7 +219,8 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     if count and on_gpu > _QUIET:
         processes = f"{count} other process{'es' if count > 1 else ''}"
         words = f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
-        return min(on_gpu, count / (count + 1)) * measured_s, words, True
+        turns = [turn for record in records if (turn := record.fact("interrupted_share")) is not None]
+        return (statistics.median(turns) if turns else min(on_gpu, count / (count + 1))) * measured_s, words, True
     if min(waited, used) > _QUIET:
         words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
         return min(waited, used) * measured_s, words, False

@@ -262,6 +262,9 @@ FACTS: Mapping[str, FactKind] = {
     "others_cpu_share": FactKind("ratio", float, "share of all cores that other processes used, in this record"),
     "gpu_others": FactKind("count", int, "other processes on the GPU"),
     "gpu_others_share": FactKind("ratio", float, "share of the GPU's multiprocessors that they used, in this record"),
+    "interrupted_share": FactKind(
+        "ratio", float, "share of an inspected step's time on the GPU by which ops took longer than others like them"
+    ),
     "trained_elements": FactKind("count", int, "elements of the trained parameters"),
     "matmul_flops": FactKind(
         "flops", float, "FLOPs of the 16-bit matmuls of an inspected step, as far as their shapes are known"

@@ -118,16 +118,22 @@ def optimizer(
 
 
 class Fragments:
-    """A buffer that is a little larger in each step, so that no freed block is large enough for the next."""
+    """A buffer that is a little larger in each step, so that no freed block is large enough for the next.
+
+    From the third step on, when the optimizer has its state, memory ends a buffer behind what is reserved.
+    """
 
     def __init__(self, device: str) -> None:
-        self._device, self._elements = device, 2**25
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 24 * 2**30 / total))
+        self._device, self._elements, self._steps = device, 2**25, 0
 
     def grow(self) -> None:
         """Take the step's buffer and give it back."""
         self._elements += 2**21
+        self._steps += 1
+        if self._steps == 3:
+            total = torch.cuda.get_device_properties(0).total_memory
+            most = torch.cuda.memory_reserved() + 4 * self._elements
+            torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
         torch.empty(self._elements, device=self._device).fill_(0.0)
 
 

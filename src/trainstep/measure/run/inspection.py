@@ -109,6 +109,7 @@ class Inspection:
             exposed_s=sum(step.exposed_s for step in messages),
             **sent,
             **found.sixteen_bit.numbers(),
+            interrupted_share=found.interrupted_share,
             **{name: value for name, value in profiled.numbers().items() if value != ""},
         )
         return Inspected(facts=facts, tables={**profiled.tables, **tables})

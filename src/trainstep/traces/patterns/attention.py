@@ -1,10 +1,12 @@
 """Attention that writes its scores to memory, and attention that is given a mask where a word would do.
 
 written out  scores = a batched matmul, then a softmax over its last dimension: all other ops on tensors of that shape go through
-             memory, which a fused attention does not do. At least: the batched matmuls. A fused attention does 7 batched matmuls
-             where these are 6 (it computes the scores again in backward), skips masked blocks, and also does the softmax; on a CPU
-             it took 0.84 to 1.12 times these matmuls' time on one machine and up to twice on another (docs/log.md, 2026-11-25 and
-             2026-11-27), so there it is timed.
+             memory, which a fused attention does not do, as do copies of its factors into the order that a batched matmul takes. At
+             least: the batched matmuls. A fused attention does 7 of them where these are 6 (it computes the scores again in
+             backward), skips masked blocks, and also does the softmax; on a CPU it took 0.84 to 1.12 times these matmuls' time on
+             one machine and up to twice on another (docs/log.md, 2026-11-25 and 2026-11-27), so there it is timed. On a GPU they
+             write the scores: 15.6 ms where a fused one took 4.5, at 0.31 of the rate of the step's plain matmuls (an H100, 64
+             wide, 1,024 positions: results/h100/planted.md). So there it is its FLOPs at 0.3 of that rate, if less.
 with a mask  on a GPU, a fused attention that is given a mask of T x T. If it is causal, to say so skips half of the work. At least:
              half of the time; a GPT-2 without the mask of Hugging Face's took 0.42 of it (docs/log.md, 2026-11-27). Only the ops
              below are known: flash takes no mask, and on a CPU the fused op takes as long with a mask as without.
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainstep.traces.kineto import Range
+from trainstep.traces.patterns.matmuls import BATCHED, sixteen_bit_work
 from trainstep.traces.patterns.pattern import (
     ATTENTION,
     FUSED_ATTENTION,
@@ -27,10 +30,11 @@ from trainstep.traces.patterns.pattern import (
 )
 from trainstep.traces.patterns.step_ops import Shape, StepOps, first, tensors
 
-BATCHED = ("aten::bmm", "aten::baddbmm")
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 _SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
 _FUSED = "aten::_scaled_dot_product_"
+_OF_PLAIN = 0.3
+"""The rate of a fused attention, of that of plain matmuls."""
 _MASK_AT = {
     "cudnn_attention": 3,
     "cudnn_attention_backward": 8,
@@ -52,15 +56,32 @@ def written_out(ops: StepOps) -> Iterator[Pattern]:
     touching = [opened for opened in ops.all if any(_scores(shape) in shapes for shape in tensors(opened))]
     others = [opened for opened in touching if opened.name not in BATCHED]
     matmuls = [opened for opened in ops.all if opened.name in BATCHED and _meets(opened, shapes)]
+    factors = {_scores(shape) for opened in matmuls for shape in tensors(opened)} - shapes
+    copies = [opened for opened in ops.all if opened.name == "aten::copy_" and _scores(first(opened)) in factors]
+    instead = tuple(_fused(soft, [*touching, *matmuls], products))
+    least_ns = float(sum(cost.time_ns for cost in ops.costs(matmuls).values()))
     words = ", ".join(" x ".join(map(str, shape[-2:])) for shape in sorted(shapes))
     yield Pattern(
         name=ATTENTION,
         calls=len(soft),
-        costs=ops.costs([*others, *matmuls]),
-        least_ns=sum(cost.time_ns for cost in ops.costs(matmuls).values()),
+        costs=ops.costs([*others, *copies, *matmuls]),
+        least_ns=min(least_ns, _fused_ns(instead, ops)),
         what=f"scores of {words} are written to memory by {len(others) / ops.steps:,.0f} ops",
-        instead=tuple(_fused(soft, [*touching, *matmuls], products)),
+        instead=instead,
     )
+
+
+def _fused_ns(instead: Sequence[Instead], ops: StepOps) -> float:
+    """What a fused attention takes on a GPU whose plain matmuls show their rate; else no limit. Backward has 5 matmuls for 2."""
+    plain = sixteen_bit_work(ops, batched=False)
+    if not plain.flops:
+        return math.inf
+    flops = 0.0
+    for one in instead:
+        (batch, heads, queries, head_dim), (_, _, keys, _), _ = one.shapes
+        products = 2 * one.forwards + 5 * one.backwards
+        flops += products * 2.0 * batch * heads * queries * keys * head_dim / (1 + (one.op == FUSED_CAUSAL_ATTENTION))
+    return 1e9 * flops / (_OF_PLAIN * plain.flops / plain.time_s)
 
 
 def _fused(

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trainstep.traces.kineto import Range
-from trainstep.traces.patterns.attention import BATCHED
 from trainstep.traces.patterns.pattern import PRECISION, Pattern
 from trainstep.traces.patterns.step_ops import StepOps, tensors
 
-_MATMULS = (*BATCHED, "aten::mm", "aten::addmm")
+BATCHED = ("aten::bmm", "aten::baddbmm")
+_PLAIN = ("aten::mm", "aten::addmm")
+_MATMULS = (*BATCHED, *_PLAIN)
 _SIXTEEN_BITS = ("c10::BFloat16", "c10::Half")
 """As traces write dtypes."""
 
@@ -36,9 +37,10 @@ def in_fp32(ops: StepOps) -> Iterator[Pattern]:
         yield Pattern(name=PRECISION, calls=len(matmuls), costs=costs, least_ns=0.0, what="matmuls of fp32 tensors")
 
 
-def sixteen_bit_work(ops: StepOps) -> MatmulWork:
-    """The work of 16-bit matmuls on a GPU. Kernels that a compiler wrote in their place have no op."""
-    matmuls = [op for op in ops.all if op.name in _MATMULS and any(dtype in _SIXTEEN_BITS for dtype in op.dtypes[:1])]
+def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
+    """The work of 16-bit matmuls on a GPU, also of `batched` ones. Kernels that a compiler wrote in their place have no op."""
+    names = _MATMULS if batched else _PLAIN
+    matmuls = [op for op in ops.all if op.name in names and any(dtype in _SIXTEEN_BITS for dtype in op.dtypes[:1])]
     known = [opened for opened in matmuls if _flops(opened)]
     time_ns = sum(cost.time_ns for cost in ops.costs(known).values())
     flops = sum(map(_flops, known))

@@ -20,6 +20,7 @@ from trainstep.traces.patterns.optimizer import by_tensor
 from trainstep.traces.patterns.pattern import Pattern
 from trainstep.traces.patterns.slices import in_slices
 from trainstep.traces.patterns.step_ops import NOTHING, Cost, StepOps
+from trainstep.traces.patterns.turns import interrupted_share
 from trainstep.traces.tables import Columns, columns_of
 from trainstep.traces.work import TraceWork
 
@@ -28,12 +29,13 @@ _NONE_TIMED: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Patterns:
-    """What was found. `of`: phase -> the cost of all of its ops."""
+    """What was found. `of`: phase -> the cost of all of its ops; `interrupted_share`: see turns.py."""
 
     patterns: tuple[Pattern, ...] = ()
     steps: int = 1
     of: Mapping[str, Cost] = field(default_factory=dict)
     sixteen_bit: MatmulWork = NO_MATMULS
+    interrupted_share: float | None = None
 
     def table(self, timed_s: Mapping[str, float] = _NONE_TIMED) -> Columns:
         """The rows, per step: one for each pattern and phase. `timed_s`: pattern -> what the other way takes, where timed."""
@@ -67,7 +69,13 @@ def find_patterns(work: TraceWork) -> Patterns:
         return Patterns()
     ops = StepOps(work)
     found = (*written_out(ops), *with_mask(ops), *by_tensor(ops), *in_slices(ops), *in_fp32(ops))
-    return Patterns(patterns=found, steps=ops.steps, of=ops.of, sixteen_bit=sixteen_bit_work(ops))
+    return Patterns(
+        patterns=found,
+        steps=ops.steps,
+        of=ops.of,
+        sixteen_bit=sixteen_bit_work(ops),
+        interrupted_share=interrupted_share(ops),
+    )
 
 
 def has_shapes(work: TraceWork) -> bool:
