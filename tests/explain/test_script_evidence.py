@@ -272,6 +272,19 @@ def test_what_ops_that_are_alike_take_longer_was_another_processs_turn():
     assert not step_budget(script_evidence([alone]), None).findings
 
 
+@pytest.mark.parametrize(
+    ("used", "alike", "taken"),
+    [(0.5, 0.0, 0.25), (0.06, 0.4, 0.075), (0.7, 0.57, 0.57)],
+    ids=["none", "far more", "as seen"],
+)
+def test_ops_and_multiprocessors_say_how_far_each_may_be_trusted(used: float, alike: float, taken: float):
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.02], "share": [1.0]}
+    facts = {"inspected_step": 5, "gpu_others": 1, "gpu_others_share": used, "interrupted_share": alike}
+    run = a_run(parts_ms=parts(forward=20.0), tables={"classes": classes}, facts=facts, device="cuda")
+    [finding] = step_budget(script_evidence([run]), None).findings
+    assert (finding.cause, finding.excess.time_s) == ("another_process", pytest.approx(taken * 0.02))
+
+
 def test_a_host_that_runs_ahead_makes_no_step_shorter():
     """Behind an inspected step the host launches faster than the GPU runs, by whose clock a step takes 20 ms."""
     device = {Part.FORWARD: 6.0, Part.BACKWARD: 12.0, Part.OPTIMIZER: 2.0}
@@ -279,6 +292,17 @@ def test_a_host_that_runs_ahead_makes_no_step_shorter():
     assert script_evidence([ahead]).measured_s == pytest.approx(0.02)
     late = a_run(parts_ms=parts(forward=30.0), device="cuda", device_ms=device)
     assert script_evidence([late]).measured_s == pytest.approx(0.03)
+    assert script_evidence([ahead, late]).measured_s == pytest.approx(0.025), (
+        "no mean of the one's host and the other's GPU"
+    )
+
+
+def test_a_gpu_that_is_behind_makes_up_for_a_late_host():
+    """Ten steps are launched in 10 ms each, ten in 30; of 20 ms each on the GPU, all but the last 10 ms are behind the host."""
+    run = a_run(parts_ms=parts(forward=10.0), device="cuda", device_ms={Part.FORWARD: 20.0})
+    times = [0.01] * 10 + [0.03] * 10
+    run = replace(run, samples={**run.samples, "step": replace(run.samples["step"], values=tuple(times))})
+    assert script_evidence([run]).measured_s == pytest.approx(max(sum(times), 20 * 0.02) / 20)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +430,12 @@ def test_only_copies_from_pageable_memory_are_found():
             {"host_copies": 0.002, "synchronisations": 0.010},
         ),  # a read has waited for the work before it
         ("Pinned", 3, None, {"synchronisations": 0.010}),
-        ("Pageable", 0, None, {"host_copies": 0.012}),  # asked not to block: no line waits, and the driver does
+        (
+            "Pageable",
+            0,
+            None,
+            {"host_copies": 0.008, "host_launches": 0.004},
+        ),  # asked not to block: no line waits, the driver does
         ("Pinned", 0, None, {"host_launches": 0.010}),
     ],
 )
@@ -418,7 +447,7 @@ def test_who_waits_for_a_copy_from_pageable_memory_would_not_with_pinned(
     kernels |= {"name": ["gemm", f"Memcpy HtoD ({kind} -> Device)"], "calls": [1.0, 3.0], "share": [0.8, 0.2]}
     kernels |= {name: [0.008, 0.002] for name in ("time_s", "mean_s", "min_s", "max_s")}
     classes = {name: kernels[name] for name in ("phase", "class", "calls", "time_s", "share")}
-    host = {"phase": ["forward"], "host_s": [0.004], "blocked_s": [0.0], "allocation_s": [0.0]}
+    host = {"phase": ["forward"], "host_s": [0.004], "blocked_s": [0.0], "allocation_s": [0.0], "idle_s": [0.006]}
     waits = {"file": ["t.py"] * 2, "line": [1, 2], "source": ["loss.item()", "x.to()"], "calls": [1, calls]}
     waits |= {"why": ["read", "waits"], "time_s": [read_s, None]}
     if read_s is None:

@@ -14,11 +14,14 @@ what the mean step has without that share and without compilations.
 a step that others share, kernels take less by the others' share, which ops tell that are alike and take longer than each other
 (traces/patterns/turns.py). Without such ops it is the share of multiprocessors that others used. Between processes that always
 have work turns are about equally long: N others then take N of N + 1 parts at most, whatever more they use while this one's
-host is late.
+host is late. Each says something about the other: the ops' share is at least half of the one, at most a quarter more than the
+multiprocessors'.
 
 [Note: running ahead] Behind an inspected step a GPU has nothing left to do, and the host launches the next steps faster than the
 GPU runs them, until its queue is full. What is left of them is waited for when the next step is inspected, which is no step's time:
-by the host's clock alone the mean of a few steps is too short. Steps take at least as long as their parts do on the GPU.
+by the host's clock alone the mean of a few steps is too short. So a step's parts on the GPU begin when the host begins the step and
+those of the step before have ended, and the last step ends when both have. What a GPU does outside of these parts, such as copying
+the batch, is not in them.
 
 [Note: launching late] A line that waits for a GPU costs more than the wait: afterwards the GPU has nothing to do until the host
 has launched something. Had the host not waited, the step would take as long as the GPU's work or the host's own, the longer of the
@@ -45,12 +48,14 @@ _INSTALLED = "site-packages"
 _CAUSES = {ATTENTION: "attention_kernel", MASK: "attention_mask", OPTIMIZER: "optimizer"}
 _CAUSES |= {SLICES: "small_kernels", PRECISION: "precision"}
 _LONGEST_RANGE_S = 5e-6
+_MORE_THAN_SEEN = 1.25
 _QUIET = 0.05
 """The share of a step that a machine's own background may take, and of the machine that it may use."""
 _SIXTEEN = {"highest": 1 / 8, "high": 1 / 2, "medium": 1 / 2}
 """torch's precision of fp32 matmuls -> time of the same in 16 bits: data sheets have 1/16 and 1/2; no step reaches the first."""
 _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s1688gemm")
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
+_STAGED_S = 2e-5
 _LONGEST_READ_S = 1e-3
 """A read that waits longer has the GPU's work before it, and what waits after it finds the GPU idle."""
 _MOST_MATMULS = 0.8
@@ -77,7 +82,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     on_device = records[-1].config["device"] == "cuda"
     waits = list(rows_of(last.tables.get("waits")))
     again = [row for record in records for row in rows_of(record.tables.get("compilations")) if row["reason"]]
-    measured_s = _step_s(samples)
+    measured_s = _step_s(records)
     recompile_s = min(sum(row["time_s"] for row in again) / len(times), measured_s)
     data_s = statistics.fmean(samples.get(Part.DATA, [0.0]))
     collector_s = statistics.fmean(samples.get("garbage_collection", [0.0]))
@@ -142,18 +147,29 @@ def matmul_rate(record: Record) -> tuple[str, ...]:
     )
 
 
-def _step_s(samples: Mapping[str, Sequence[float]]) -> float:
-    """The mean step, by the host's clock or by the GPU's. [Note: running ahead]"""
-    parts = [statistics.fmean(column) for name, column in samples.items() if name.startswith("device_") and column]
-    return max(statistics.fmean(samples["step"]), sum(parts))
+def _step_s(records: Sequence[Record]) -> float:
+    """The mean step, by the host's clock and the GPU's. [Note: running ahead]"""
+    whole_s, steps = 0.0, 0
+    for record in records:
+        times = record.samples.get("step", _NO_STEPS).values
+        columns = [column.values for name, column in record.samples.items() if name.startswith("device_")]
+        on_gpu = [sum(parts) for parts in zip(*columns, strict=True)] or [0.0] * len(times)
+        host_s = gpu_s = 0.0  # since the record's beginning, when the GPU had nothing to do
+        for time_s, parts_s in zip(times, on_gpu, strict=True):
+            gpu_s = max(gpu_s, host_s) + parts_s
+            host_s += time_s
+        whole_s, steps = whole_s + max(host_s, gpu_s), steps + len(times)
+    return whole_s / steps
 
 
 def _late_s(
     inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], measured_s: float, busy_s: float
 ) -> float:
     """What the step would save if the host never waited for the GPU, as it does in every inspected step. [Note: launching late]"""
-    waiting = (record.tables.get("host") and (record.tables.get("waits") or _pageable(record)) for record in inspected)
-    if not inspected or not all(waiting):
+    if not inspected or not all(record.tables.get("host") for record in inspected):
+        return 0.0
+    waits = all(record.tables.get("waits") for record in inspected)
+    if not waits and not all(_waits_in_driver(record) for record in inspected):
         return 0.0
     usual: dict[str, float] = {phase: _mean(samples, phase) for phase in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)}
     data_s = _mean(samples, Part.DATA)
@@ -165,19 +181,25 @@ def _late_s(
             own_s += min(usual[row["phase"]], inspected_s)
         else:  # what is outside of phases contains the wait for data
             own_s += min(other_s, max(0.0, inspected_s - data_s))
-    return max(0.0, measured_s - max(busy_s, own_s))
+    late_s = max(0.0, measured_s - max(busy_s, own_s))
+    if waits:
+        return late_s
+    # No line says that the host waits. What is late in every step leaves the GPU idle in an inspected one, too
+    idle_s = [sum(row["idle_s"] or 0.0 for row in rows_of(record.tables["host"])) for record in inspected]
+    return float(min(late_s, statistics.median(idle_s)))
 
 
 def _copying_share(record: Record, waits: Sequence[Mapping[str, Any]]) -> float:
     """The share of the waits of unknown length that are copies from pageable memory; none where a read took as long as any.
 
-    A copy that was asked not to block waits all the same, inside the driver, where torch notes no line.
+    A large copy that was asked not to block waits all the same, inside the driver, where torch notes no line.
     """
     if any((row["time_s"] or 0.0) > _LONGEST_READ_S for row in waits):
         return 0.0
     calls = sum(row["calls"] for row in waits if row["time_s"] is None)
-    copies = sum(row["calls"] for row in _pageable(record))
-    return float(min(1.0, copies / max(1.0, calls)))
+    if not calls:
+        return float(not waits and _waits_in_driver(record))
+    return float(min(1.0, sum(row["calls"] for row in _pageable(record)) / calls))
 
 
 def _mean(samples: Mapping[str, Sequence[float]], name: str) -> float:
@@ -219,12 +241,19 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     if count and on_gpu > _QUIET:
         processes = f"{count} other process{'es' if count > 1 else ''}"
         words = f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
-        turns = [turn for record in records if (turn := record.fact("interrupted_share")) is not None]
-        return (statistics.median(turns) if turns else min(on_gpu, count / (count + 1))) * measured_s, words, True
+        return _turns(timed, on_gpu, count) * measured_s, words, True
     if min(waited, used) > _QUIET:
         words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
         return min(waited, used) * measured_s, words, False
     return 0.0, "", False
+
+
+def _turns(records: Sequence[Record], on_gpu: float, count: int) -> float:
+    """The share of a GPU's time that others had. [Note: turns on a GPU]"""
+    usual = min(on_gpu, count / (count + 1))
+    while_others = [record for record in records if (record.fact("gpu_others_share") or 0.0) > _QUIET]
+    turns = [turn for record in while_others if (turn := record.fact("interrupted_share")) is not None]
+    return max(usual / 2, min(statistics.median(turns), _MORE_THAN_SEEN * on_gpu)) if turns else usual
 
 
 def _steps_of(records: Sequence[Record]) -> int:
@@ -311,6 +340,11 @@ def matmul_precision(record: Record) -> str | None:
 def _pageable_s(record: Record) -> float:
     """Device time of copies from pageable memory."""
     return float(sum(row["time_s"] for row in _pageable(record)))
+
+
+def _waits_in_driver(record: Record) -> bool:
+    """Whether copies from pageable memory are larger than the driver stages without waiting: 64 KiB, 2.5 us of PCIe's 25 GB/s."""
+    return any(row["mean_s"] > _STAGED_S for row in _pageable(record))
 
 
 def _pageable(record: Record) -> list[dict[str, Any]]:

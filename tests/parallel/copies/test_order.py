@@ -1,4 +1,5 @@
-"""No box is written while a rank may still read it, in whatever order the ranks' streams run.
+"""No box is written while a rank may still read it, in whatever order the ranks' streams run. Only boxes are looked at here:
+test_messages.py sees whether a message's own tensors are right.
 
 Each rank's messages are given to streams that only note what comes behind what; a meeting comes behind what every rank did before
 its own. Two accesses to the same bytes, one of them a write, must then be ordered, or a GPU could run them at once.
@@ -23,7 +24,7 @@ from trainstep.parallel.copies.messages import CopyEngines, PeerCopies
 from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.ranks import Ranks
 
-INBOX_BYTES = 3 * 3 * 256
+BYTES_A_RANK = 3 * 256
 Step = tuple[str, int] | str
 """An operation and the elements of a rank's part; `wait`: for all messages so far."""
 
@@ -136,7 +137,7 @@ def behind_what(steps: Sequence[Step], world_size: int, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(messages, "open_peer_memory", opened)
         ranks = Ranks(rank=rank, world_size=world_size, device=torch.device("cpu"))
-        copies = PeerCopies(ranks, CopyEngines(inbox_bytes=INBOX_BYTES, least_bytes=1), list)
+        copies = PeerCopies(ranks, CopyEngines(inbox_bytes=BYTES_A_RANK * world_size, least_bytes=1), list)
         for lane in (copies._reducing, copies._gathering):
             lane._copying, lane._beside = Stream(rank, nodes), Stream(rank, nodes)  # type: ignore[assignment]
         with Accesses(streams, blocks):
@@ -194,16 +195,18 @@ OPERATIONS = st.tuples(
 
 
 @settings(max_examples=25, deadline=None)
-@given(steps=st.lists(OPERATIONS | st.just("wait"), min_size=2, max_size=5))
-def test_what_shares_a_box_is_in_order(steps: list[Step]):
+@given(steps=st.lists(OPERATIONS | st.just("wait"), min_size=2, max_size=5), world_size=st.integers(2, 4))
+def test_what_shares_a_box_is_in_order(steps: list[Step], world_size: int):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        assert unordered(steps, 3, monkeypatch) == []
+        assert unordered(steps, world_size, monkeypatch) == []
 
 
 MISSING = {
-    "the meeting at a message's beginning": (messages.Lane, "message"),
-    "the wait for what runs beside": (messages.Lane, "join"),
-    "the second box": (messages.Lane, "inbox"),
+    "the meeting at a message's beginning": "message",
+    "the wait for what runs beside": "join",
+    "the second inbox": "inbox",
+    "the second outbox": "outbox",
+    "each chunk's meeting": "meet",
 }
 
 
@@ -215,8 +218,16 @@ def test_the_check_finds_what_is_missing(missing: str, monkeypatch: pytest.Monke
         with torch.cuda.stream(lane._copying):
             yield [None]
 
-    instead = {"message": message, "join": lambda lane: None, "inbox": lambda lane, number: lane._inboxes[0]}
-    owner, name = MISSING[missing]
-    monkeypatch.setattr(owner, name, instead[name])
-    steps: list[Step] = [("reduce_scatter", 192), ("reduce_scatter", 192)]  # three chunks each
-    assert unordered(steps, 3, monkeypatch)
+    instead = {
+        "message": message,
+        "join": lambda lane: None,
+        "inbox": lambda lane, number: lane._inboxes[0],
+        "outbox": lambda lane, number: lane._outboxes[0],
+        "meet": lambda lane: lane.join(),
+    }
+    name = MISSING[missing]
+    monkeypatch.setattr(messages.Lane, name, instead[name])
+    operations = {"inbox": ["reduce_scatter"], "join": ["reduce_scatter"], "outbox": ["all_gather"]}
+    for operation in operations.get(name, ["reduce_scatter", "all_gather"]):
+        steps: list[Step] = [(operation, 288 if operation == "all_gather" else 192)] * 2  # three chunks each
+        assert unordered(steps, 3, monkeypatch), operation

@@ -15,10 +15,10 @@ Op = tuple[str, list[tuple[int, ...]], int]
 """A name, shapes, and the microseconds of its kernel."""
 
 
-def found(*ops: Op) -> Patterns:
+def found(*ops: Op, dtype: str = BF16) -> Patterns:
     events, at = [span("step 0", 0, 1_000_000), span("forward", 0, 900_000)], 10
     for place, (name, shapes, time_us) in enumerate(ops):
-        dtypes = tuple("bool" if shape == BOOL_MASK else BF16 for shape in shapes)
+        dtypes = tuple("bool" if shape == BOOL_MASK else BF16 if name == "aten::mm" else dtype for shape in shapes)
         opened = replace(op(name, at, at + 20), shapes=tuple(shapes), dtypes=dtypes)
         events += [opened, *launched("kernel", at + 2, at + 30, at + 30 + time_us, place)]
         at += 50 + time_us
@@ -54,6 +54,18 @@ def test_without_plain_matmuls_or_where_they_are_slow_it_takes_the_batched_ones(
         assert found(*more, *attention(masked=False)).table()["least_s"] == pytest.approx([600e-6])
 
 
+def test_attention_in_fp32_is_not_held_to_the_rate_of_16_bits():
+    table = found(PLAIN, *attention(masked=False), dtype="float").table()
+    assert table["least_s"][table["pattern"].index(ATTENTION)] == pytest.approx(600e-6)
+
+
+def test_a_mask_without_a_batch_makes_no_copy_attentions():
+    """Its shape is no shape of scores, and neither is that of a cast weight."""
+    product = ("aten::baddbmm", [(512, 512), (16, 512, 64), (16, 64, 512)], 300)
+    ops = [PLAIN, product, *attention(masked=False)[1:], ("aten::copy_", [(1024, 1024), (1024, 1024)], 2000)]
+    assert found(*ops).table()["time_s"][0] == pytest.approx(800e-6)
+
+
 def test_copies_of_its_factors_belong_to_attention_and_others_do_not():
     other = ("aten::copy_", [(64, 128), (64, 128)], 40)
     plain, copied = (found(PLAIN, *attention(masked=False, copied=copied), other).table() for copied in (False, True))
@@ -71,6 +83,17 @@ def test_what_alike_ops_take_longer_than_each_other_was_another_processs_turn():
 def test_too_few_alike_ops_do_not_tell(times: list[int]):
     ops = [("aten::mm", [(8, 8), (8, 8)], time) for time in times]
     assert found(*ops, ("aten::mm", [(16, 8), (8, 8)], 900)).interrupted_share is None
+
+
+@pytest.mark.parametrize("name", ["aten::copy_", "c10d::allreduce_"])
+def test_copies_and_messages_do_not_tell(name: str):
+    assert found(*((name, [(8, 8), (8, 8)], time) for time in [100] * 6 + [2000] * 6)).interrupted_share is None
+
+
+def test_ops_longer_than_a_turn_and_ops_without_shapes_do_not_tell():
+    """Each of these is interrupted, and the others are not known to be alike."""
+    assert found(*[("aten::mm", [(8, 8), (8, 8)], 10_000)] * 12).interrupted_share is None
+    assert found(*(("MyFunction", [], time) for time in [10] * 4 + [500] * 8)).interrupted_share is None
 
 
 def test_alike_ops_that_are_a_small_part_of_the_step_do_not_tell():

@@ -16,15 +16,16 @@ what comes before it. So a box is written again only when every rank is done wit
 
 Boxes of a kind are two, which chunks take in turns: who copies chunk 2 in has met the others after they had averaged chunk 0. What
 a rank does alone runs on a second stream, beside the copies of the next chunk. Each message begins with a meeting, so launches of
-a CUDA graph and eager messages may follow each other in any order. Ranks copy in step, each from or to another one, so that no link
-carries the bytes of two, and messages of a kind follow each other, because two copies at a time would share an engine and links.
+a CUDA graph and eager messages may follow each other in any order, if each was waited for before the next begins. Ranks begin a
+chunk together, each copying from or to another one, so that links seldom carry the bytes of two. Messages of a kind follow each
+other, because two copies at a time would share an engine and links.
 
 A message may be several tensors (pieces.py), which are read and written where they are, each by copies of its own. Nobody reads or
 writes a tensor of another rank, only boxes, so tensors may come and go, and a message ends as a collective does: when its
 results are on this rank.
 
 For n bytes each rank sends n (N-1)/N in reduce-scatter and in all-gather, as in a ring. Besides, reduce-scatter reads what arrived
-once more, n (N-1)/N, and all-gather copies the rank's own n/N.
+once more, n (N-1)/N, and all-gather copies the rank's own n/N, twice if the shard is no part of the tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ class CopyEngines:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A message that has been started. `end`: None on a CPU, where it is over. It keeps the tensors until it was waited for."""
+    """A message that has been started; keep it until it was waited for, because it keeps the tensors. `end`: None on a CPU."""
 
     end: torch.cuda.Event | None
     tensors: Sequence[Tensor]
@@ -112,7 +113,7 @@ class Lane:
         if self._copying is not None:
             self._copying.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copying):
-            self._memory.meet(self._channel)
+            self.meet()
             yield ends
             if self._copying is not None:
                 ends.append(self._copying.record_event())
@@ -213,7 +214,7 @@ class PeerCopies:
     def all_gather(self, tensor: Tensor, shard: Tensor) -> Sent:
         """`tensor` becomes every rank's shard, one after the other."""
         whole, own, lane = Pieces.of([tensor.view(-1)]), shard.view(-1), self._gathering
-        # Nothing runs beside these copies: a graph with a branch at each chunk starts the next forward only behind the last gather.
+        # Nothing runs beside these copies: in a graph with a branch at each chunk the next forward began behind the last gather.
         with lane.message() as ends:
             for number, chunk in enumerate(_chunks(own.numel(), self._shown_bytes // own.itemsize)):
                 parts = self._cut(whole, own.numel(), chunk)

@@ -5,8 +5,9 @@ written out  scores = a batched matmul, then a softmax over its last dimension: 
              least: the batched matmuls. A fused attention does 7 of them where these are 6 (it computes the scores again in
              backward), skips masked blocks, and also does the softmax; on a CPU it took 0.84 to 1.12 times these matmuls' time on
              one machine and up to twice on another (docs/log.md, 2026-11-25 and 2026-11-27), so there it is timed. On a GPU they
-             write the scores: 15.6 ms where a fused one took 4.5, at 0.31 of the rate of the step's plain matmuls (an H100, 64
-             wide, 1,024 positions: results/h100/planted.md). So there it is its FLOPs at 0.3 of that rate, if less.
+             write the scores: 15.6 ms where a fused one took 4.5, at 0.31 of the rate of the step's plain matmuls (one model on an
+             H100, 64 wide, 1,024 positions: results/h100/planted.md). So in 16 bits it is its FLOPs at 0.3 of that rate, if less;
+             a fused attention of a short sequence takes longer.
 with a mask  on a GPU, a fused attention that is given a mask of T x T. If it is causal, to say so skips half of the work. At least:
              half of the time; a GPT-2 without the mask of Hugging Face's took 0.42 of it (docs/log.md, 2026-11-27). Only the ops
              below are known: flash takes no mask, and on a CPU the fused op takes as long with a mask as without.
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainstep.traces.kineto import Range
-from trainstep.traces.patterns.matmuls import BATCHED, sixteen_bit_work
+from trainstep.traces.patterns.matmuls import BATCHED, SIXTEEN_BITS, sixteen_bit_work
 from trainstep.traces.patterns.pattern import (
     ATTENTION,
     FUSED_ATTENTION,
@@ -57,7 +58,7 @@ def written_out(ops: StepOps) -> Iterator[Pattern]:
     others = [opened for opened in touching if opened.name not in BATCHED]
     matmuls = [opened for opened in ops.all if opened.name in BATCHED and _meets(opened, shapes)]
     factors = {_scores(shape) for opened in matmuls for shape in tensors(opened)} - shapes
-    copies = [opened for opened in ops.all if opened.name == "aten::copy_" and _scores(first(opened)) in factors]
+    copies = [opened for opened in ops.all if _reorders_heads(opened) and _scores(first(opened)) in factors]
     instead = tuple(_fused(soft, [*touching, *matmuls], products))
     least_ns = float(sum(cost.time_ns for cost in ops.costs(matmuls).values()))
     words = ", ".join(" x ".join(map(str, shape[-2:])) for shape in sorted(shapes))
@@ -71,10 +72,15 @@ def written_out(ops: StepOps) -> Iterator[Pattern]:
     )
 
 
+def _reorders_heads(opened: Range) -> bool:
+    """A copy of (batch, heads, rows, columns) in one dtype. A cast, or keys that heads share, a fused attention needs too."""
+    return opened.name == "aten::copy_" and len(first(opened)) == 4 and len(set(opened.dtypes[:2])) == 1
+
+
 def _fused_ns(instead: Sequence[Instead], ops: StepOps) -> float:
     """What a fused attention takes on a GPU whose plain matmuls show their rate; else no limit. Backward has 5 matmuls for 2."""
     plain = sixteen_bit_work(ops, batched=False)
-    if not plain.flops:
+    if not plain.flops or any(one.dtype not in SIXTEEN_BITS for one in instead):
         return math.inf
     flops = 0.0
     for one in instead:

@@ -11,7 +11,7 @@ from trainstep.traces.patterns.step_ops import StepOps, tensors
 BATCHED = ("aten::bmm", "aten::baddbmm")
 _PLAIN = ("aten::mm", "aten::addmm")
 _MATMULS = (*BATCHED, *_PLAIN)
-_SIXTEEN_BITS = ("c10::BFloat16", "c10::Half")
+SIXTEEN_BITS = ("c10::BFloat16", "c10::Half")
 """As traces write dtypes."""
 
 
@@ -40,7 +40,7 @@ def in_fp32(ops: StepOps) -> Iterator[Pattern]:
 def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
     """The work of 16-bit matmuls on a GPU, also of `batched` ones. Kernels that a compiler wrote in their place have no op."""
     names = _MATMULS if batched else _PLAIN
-    matmuls = [op for op in ops.all if op.name in names and any(dtype in _SIXTEEN_BITS for dtype in op.dtypes[:1])]
+    matmuls = [op for op in ops.all if op.name in names and any(dtype in SIXTEEN_BITS for dtype in op.dtypes[:1])]
     known = [opened for opened in matmuls if _flops(opened)]
     time_ns = sum(cost.time_ns for cost in ops.costs(known).values())
     flops = sum(map(_flops, known))
