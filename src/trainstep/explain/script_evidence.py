@@ -10,18 +10,16 @@ inspected steps counts: in others, ops that fill new tensors take up to three ti
 all that a CPU computes takes longer by it: that share is `another_process`. So a habit's share of a usual (median) step is taken of
 what the mean step has without that share and without compilations.
 
-[Note: turns on a GPU] Processes on one GPU have it in turn, and a kernel that is interrupted counts as running all the while. So of
-a step that others share, kernels take less by the others' share, which ops tell that are alike and take longer than each other
-(traces/patterns/turns.py). Without such ops it is the share of multiprocessors that others used. Between processes that always
-have work turns are about equally long: N others then take N of N + 1 parts at most, whatever more they use while this one's
-host is late. Each says something about the other: the ops' share is at least half of the one, at most a quarter more than the
-multiprocessors'.
+[Note: turns on a GPU] What others had of a GPU's time is taken off the kernels. It comes from ops that are alike but differ in time
+(traces/patterns/turns.py); without such ops, from the share of multiprocessors that others used. Processes that always have work
+take about equal turns, so N others have at most N / (N + 1), even if they use more while this process's host is late. The ops'
+share is trusted within limits: at least half of what the multiprocessors give, at most 1.25 times the multiprocessors' share.
 
-[Note: running ahead] Behind an inspected step a GPU has nothing left to do, and the host launches the next steps faster than the
-GPU runs them, until its queue is full. What is left of them is waited for when the next step is inspected, which is no step's time:
-by the host's clock alone the mean of a few steps is too short. So a step's parts on the GPU begin when the host begins the step and
-those of the step before have ended, and the last step ends when both have. What a GPU does outside of these parts, such as copying
-the batch, is not in them.
+[Note: running ahead] After an inspected step the GPU's queue is empty, and the host launches the next steps faster than the GPU
+runs them, until the queue is full. The rest is waited for when the next step is inspected, and no step's time contains it: by the
+host's clock alone, the mean of a few steps is too short. So a step's parts on the GPU begin when the host has begun the step and
+the step before has ended on the GPU; the total ends when both host and GPU have ended. What a GPU does outside of these parts,
+such as copying the batch, is not in them.
 
 [Note: launching late] A line that waits for a GPU costs more than the wait: afterwards the GPU has nothing to do until the host
 has launched something. Had the host not waited, the step would take as long as the GPU's work or the host's own, the longer of the
@@ -48,7 +46,8 @@ _INSTALLED = "site-packages"
 _CAUSES = {ATTENTION: "attention_kernel", MASK: "attention_mask", OPTIMIZER: "optimizer"}
 _CAUSES |= {SLICES: "small_kernels", PRECISION: "precision"}
 _LONGEST_RANGE_S = 5e-6
-_MORE_THAN_SEEN = 1.25
+_MOST_BY_OPS = 1.25
+"""The most that ops may show, of the share of multiprocessors that others used."""
 _QUIET = 0.05
 """The share of a step that a machine's own background may take, and of the machine that it may use."""
 _SIXTEEN = {"highest": 1 / 8, "high": 1 / 2, "medium": 1 / 2}
@@ -56,8 +55,10 @@ _SIXTEEN = {"highest": 1 / 8, "high": 1 / 2, "medium": 1 / 2}
 _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s1688gemm")
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
 _STAGED_S = 2e-5
+"""A copy from pageable memory that takes longer is larger than the driver stages without waiting: 64 KiB take 3 us at 25 GB/s, and
+a multiple of that where the link is slow or busy."""
 _LONGEST_READ_S = 1e-3
-"""A read that waits longer has the GPU's work before it, and what waits after it finds the GPU idle."""
+"""A read that waits longer waits for the GPU's work; what waits after it finds the GPU idle."""
 _MOST_MATMULS = 0.8
 """The share of the matmuls' time whose FLOPs must be known, for a sentence about all of them."""
 _NO_STEPS = Samples(unit="s", values=())
@@ -66,7 +67,7 @@ _NO_STEPS = Samples(unit="s", values=())
 def script_evidence(records: Sequence[Record]) -> Evidence:
     """The evidence of one rank's run, in the order of its steps. ValueError for a run without a timed step.
 
-    Times are means: a batch or a compilation that comes late once in many steps costs the run its mean and no median. On a CPU the
+    Times are means: a batch or a compilation that is late once in many steps raises the mean, but not the median. On a CPU the
     step's other parts are its work, less the garbage collector. [Note: running ahead]
     """
     samples: dict[str, list[float]] = {}
@@ -154,7 +155,7 @@ def _step_s(records: Sequence[Record]) -> float:
         times = record.samples.get("step", _NO_STEPS).values
         columns = [column.values for name, column in record.samples.items() if name.startswith("device_")]
         on_gpu = [sum(parts) for parts in zip(*columns, strict=True)] or [0.0] * len(times)
-        host_s = gpu_s = 0.0  # since the record's beginning, when the GPU had nothing to do
+        host_s = gpu_s = 0.0  # where each clock stands since the record began, with an empty GPU
         for time_s, parts_s in zip(times, on_gpu, strict=True):
             gpu_s = max(gpu_s, host_s) + parts_s
             host_s += time_s
@@ -168,8 +169,8 @@ def _late_s(
     """What the step would save if the host never waited for the GPU, as it does in every inspected step. [Note: launching late]"""
     if not inspected or not all(record.tables.get("host") for record in inspected):
         return 0.0
-    waits = all(record.tables.get("waits") for record in inspected)
-    if not waits and not all(_waits_in_driver(record) for record in inspected):
+    has_lines = all(record.tables.get("waits") for record in inspected)
+    if not has_lines and not all(_has_large_pageable_copies(record) for record in inspected):
         return 0.0
     usual: dict[str, float] = {phase: _mean(samples, phase) for phase in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)}
     data_s = _mean(samples, Part.DATA)
@@ -182,15 +183,16 @@ def _late_s(
         else:  # what is outside of phases contains the wait for data
             own_s += min(other_s, max(0.0, inspected_s - data_s))
     late_s = max(0.0, measured_s - max(busy_s, own_s))
-    if waits:
+    if has_lines:
         return late_s
-    # No line says that the host waits. What is late in every step leaves the GPU idle in an inspected one, too
+    # No line waits, only large pageable copies suggest it. What they cost shows in inspected steps as idle time: no more than that
     idle_s = [sum(row["idle_s"] or 0.0 for row in rows_of(record.tables["host"])) for record in inspected]
     return float(min(late_s, statistics.median(idle_s)))
 
 
 def _copying_share(record: Record, waits: Sequence[Mapping[str, Any]]) -> float:
-    """The share of the waits of unknown length that are copies from pageable memory; none where a read took as long as any.
+    """The share of the waits of unknown length that are copies from pageable memory; 0 if some read waited for long, since that
+    read then explains the late launches.
 
     A large copy that was asked not to block waits all the same, inside the driver, where torch notes no line.
     """
@@ -198,7 +200,7 @@ def _copying_share(record: Record, waits: Sequence[Mapping[str, Any]]) -> float:
         return 0.0
     calls = sum(row["calls"] for row in waits if row["time_s"] is None)
     if not calls:
-        return float(not waits and _waits_in_driver(record))
+        return float(not waits and _has_large_pageable_copies(record))
     return float(min(1.0, sum(row["calls"] for row in _pageable(record)) / calls))
 
 
@@ -241,19 +243,21 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     if count and on_gpu > _QUIET:
         processes = f"{count} other process{'es' if count > 1 else ''}"
         words = f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
-        return _turns(timed, on_gpu, count) * measured_s, words, True
+        return _others_share_of_gpu(timed, on_gpu, count) * measured_s, words, True
     if min(waited, used) > _QUIET:
         words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
         return min(waited, used) * measured_s, words, False
     return 0.0, "", False
 
 
-def _turns(records: Sequence[Record], on_gpu: float, count: int) -> float:
+def _others_share_of_gpu(records: Sequence[Record], on_gpu: float, count: int) -> float:
     """The share of a GPU's time that others had. [Note: turns on a GPU]"""
-    usual = min(on_gpu, count / (count + 1))
+    by_multiprocessors = min(on_gpu, count / (count + 1))
     while_others = [record for record in records if (record.fact("gpu_others_share") or 0.0) > _QUIET]
-    turns = [turn for record in while_others if (turn := record.fact("interrupted_share")) is not None]
-    return max(usual / 2, min(statistics.median(turns), _MORE_THAN_SEEN * on_gpu)) if turns else usual
+    by_ops = [share for record in while_others if (share := record.fact("interrupted_share")) is not None]
+    if not by_ops:
+        return by_multiprocessors
+    return max(by_multiprocessors / 2, min(float(statistics.median(by_ops)), _MOST_BY_OPS * on_gpu))
 
 
 def _steps_of(records: Sequence[Record]) -> int:
@@ -342,8 +346,8 @@ def _pageable_s(record: Record) -> float:
     return float(sum(row["time_s"] for row in _pageable(record)))
 
 
-def _waits_in_driver(record: Record) -> bool:
-    """Whether copies from pageable memory are larger than the driver stages without waiting: 64 KiB, 2.5 us of PCIe's 25 GB/s."""
+def _has_large_pageable_copies(record: Record) -> bool:
+    """Whether some copies from pageable memory are too large for the driver to stage without waiting."""
     return any(row["mean_s"] > _STAGED_S for row in _pageable(record))
 
 

@@ -25,11 +25,12 @@ from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.ranks import Ranks
 
 BYTES_A_RANK = 3 * 256
+"""The fewest that CopyEngines takes: 256 bytes for each sender, 64 fp32 elements a chunk."""
 Step = tuple[str, int] | str
-"""An operation and the elements of a rank's part; `wait`: for all messages so far."""
+"""An operation and the elements of a rank's part, or `wait`: the current stream waits for all messages so far."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # nodes are keys by identity
 class Node:
     """Something on a rank's stream. `accesses`: (owner of the box, first byte, end byte, whether it writes)."""
 
@@ -39,26 +40,26 @@ class Node:
 
 
 class Stream:
-    """Notes what comes behind what. `last`: what the next node comes behind; `nodes`: of all streams."""
+    """Notes what comes behind what. `heads`: what the next node comes behind; `nodes`: of all streams."""
 
     def __init__(self, rank: int, nodes: list[Node]) -> None:
         self.rank, self.nodes = rank, nodes
-        self.last: list[Node] = []
+        self.heads: list[Node] = []
 
     def node(self) -> Node:
-        node = Node(self.rank, self.last)
+        node = Node(self.rank, self.heads)
         self.nodes.append(node)
-        self.last = [node]
+        self.heads = [node]
         return node
 
     def wait_stream(self, other: "Stream") -> None:
-        self.last = [*self.last, *other.last]
+        self.heads = [*self.heads, *other.heads]
 
     def record_event(self) -> list[Node]:
-        return list(self.last)
+        return list(self.heads)
 
     def wait_event(self, event: Sequence[Node]) -> None:
-        self.last = [*self.last, *event]
+        self.heads = [*self.heads, *event]
 
 
 class Streams:
@@ -101,6 +102,7 @@ class Accesses(TorchDispatchMode):
         self._streams, self._owners = streams, {block.untyped_storage().data_ptr(): r for r, block in enumerate(blocks)}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        # Operators that are not listed count as reads of all they are given: too strict, never too lax
         is_view = function in (torch.ops.aten.view.default, torch.ops.aten.slice.Tensor, torch.ops.aten.view.dtype)
         accesses = [
             self._access(value, writes=place == 0 and function is torch.ops.aten.copy_.default)
@@ -122,7 +124,7 @@ class Accesses(TorchDispatchMode):
 
 
 def behind_what(steps: Sequence[Step], world_size: int, monkeypatch: pytest.MonkeyPatch) -> dict[Node, list[Node]]:
-    """What every rank's streams are given by these steps -> what it comes behind."""
+    """Node -> the nodes that it comes directly behind, for all streams of all ranks."""
     meetings: dict[tuple[int, int], list[Node]] = {}
     blocks: list[Tensor] = []
     nodes: list[Node] = []
@@ -131,18 +133,21 @@ def behind_what(steps: Sequence[Step], world_size: int, monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.cuda, "stream", streams.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
 
-        def opened(_ranks: Ranks, bytes_: int, *, streams: Streams = streams, **_: Any) -> Memory:
+        def open_memory(_ranks: Ranks, bytes_: int, *, streams: Streams = streams, **_: Any) -> Memory:
             blocks.extend(torch.zeros(bytes_, dtype=torch.uint8) for _ in range(world_size - len(blocks)))
             return Memory(streams, blocks, meetings)
 
-        monkeypatch.setattr(messages, "open_peer_memory", opened)
+        monkeypatch.setattr(messages, "open_peer_memory", open_memory)
         ranks = Ranks(rank=rank, world_size=world_size, device=torch.device("cpu"))
-        copies = PeerCopies(ranks, CopyEngines(inbox_bytes=BYTES_A_RANK * world_size, least_bytes=1), list)
+        copies = PeerCopies(
+            ranks, CopyEngines(inbox_bytes=BYTES_A_RANK * world_size, least_bytes=1), lambda text: [text]
+        )
         for lane in (copies._reducing, copies._gathering):
             lane._copying, lane._beside = Stream(rank, nodes), Stream(rank, nodes)  # type: ignore[assignment]
         with Accesses(streams, blocks):
             run(copies, steps, world_size)
     assert all(len(met) == world_size for met in meetings.values())
+    # Behind a meeting of one rank is behind every rank's arrival at it
     meeting_of = {arrived: met for met in meetings.values() for arrived in met}
     return {
         node: [*node.before, *(other for before in node.before for other in meeting_of.get(before, ()))]
@@ -190,7 +195,7 @@ def unordered(steps: Sequence[Step], world_size: int, monkeypatch: pytest.Monkey
 
 
 OPERATIONS = st.tuples(
-    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]), st.integers(1, 5).map(lambda chunks: 48 * chunks)
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]), st.integers(1, 5).map(lambda times: 48 * times)
 )
 
 
@@ -213,10 +218,10 @@ MISSING = {
 @pytest.mark.parametrize("missing", MISSING)
 def test_the_check_finds_what_is_missing(missing: str, monkeypatch: pytest.MonkeyPatch):
     @contextmanager
-    def message(lane: Any) -> Iterator[list[Any]]:
+    def message(lane: Any) -> Iterator[None]:
         lane._copying.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lane._copying):
-            yield [None]
+            yield
 
     instead = {
         "message": message,
@@ -229,5 +234,6 @@ def test_the_check_finds_what_is_missing(missing: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(messages.Lane, name, instead[name])
     operations = {"inbox": ["reduce_scatter"], "join": ["reduce_scatter"], "outbox": ["all_gather"]}
     for operation in operations.get(name, ["reduce_scatter", "all_gather"]):
-        steps: list[Step] = [(operation, 288 if operation == "all_gather" else 192)] * 2  # three chunks each
+        # Three chunks: an odd number, so that the second message begins in the box in which the first one ended
+        steps: list[Step] = [(operation, 192)] * 2
         assert unordered(steps, 3, monkeypatch), operation

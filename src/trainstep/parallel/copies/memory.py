@@ -40,7 +40,7 @@ class PeerMemory(ABC):
 
     @abstractmethod
     def meet(self, channel: int) -> None:
-        """What the current stream is given later begins when all ranks have done what theirs were given before."""
+        """What is enqueued on the current stream from here on begins when every rank has done what it had enqueued before."""
 
 
 def open_peer_memory(ranks: Ranks, bytes_: int, *, channels: int, gather_texts: GatherTexts) -> PeerMemory:
@@ -122,16 +122,16 @@ class _MappedFiles(PeerMemory):
 
     def meet(self, channel: int) -> None:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        for rank in others:
-            self._turn(self._signals[rank], channel * self._world_size + self._rank, 1, rank)
-        for rank in others:
-            self._turn(self._signals[self._rank], channel * self._world_size + rank, 0, rank)
+        for rank in others:  # set mine everywhere, once its owner has taken the last one
+            self._flip(self._signals[rank], channel * self._world_size + self._rank, 1, rank)
+        for rank in others:  # take theirs, once set
+            self._flip(self._signals[self._rank], channel * self._world_size + rank, 0, rank)
 
-    def _turn(self, signals: Any, place: int, value: int, rank: int) -> None:
-        """Set a signal to `value` once it has the other value."""
+    def _flip(self, signals: Any, place: int, value: int, rank: int) -> None:
+        """Set a signal to `value` once it has the other one. `rank`: whom to name if it never has."""
         latest_s = time.monotonic() + _WAIT_S
         while signals[place] == value:
             if time.monotonic() > latest_s:
-                raise TimeoutError(f"transport: rank {rank} sent no signal for {_WAIT_S:.0f} s")
+                raise TimeoutError(f"transport: rank {rank} did not come to the meeting within {_WAIT_S:.0f} s")
             time.sleep(_POLL_S)
         signals[place] = value

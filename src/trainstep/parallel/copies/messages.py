@@ -4,9 +4,9 @@ NCCL moves bytes by kernels, which take multiprocessors and caches from the matm
 memory needs none. A message is cut into N parts, one for each rank, and parts into chunks that fit into a box, of which each rank
 has some in memory that all others can address:
 
-    reduce-scatter   each rank copies chunk p into rank p's inbox; all meet; rank p averages its own chunk and those in its inbox
-    all-gather       each rank copies its chunk into its own outbox; all meet; each copies the others' chunks out of their outboxes
-    all-reduce       reduce-scatter, then all-gather, a round behind
+    reduce-scatter   each rank copies what belongs to rank p into p's inbox; all meet; rank p averages it with its own
+    all-gather       each rank copies its own part into its outbox; all meet; each copies the others' out of their outboxes
+    all-reduce       each chunk reduce-scattered, then gathered one round later
 
 Ranks meet on the GPU (`PeerMemory.meet`), in the order of a stream: what comes behind a meeting begins when all ranks have done
 what comes before it. So a box is written again only when every rank is done with it:
@@ -14,11 +14,11 @@ what comes before it. So a box is written again only when every rank is done wit
     copying   meet | copy 0 in | meet | copy 1 in           | meet | copy 0 out, copy 2 in | meet | ...
     beside                            | average 0, into out |      | average 1, into out   |
 
-Boxes of a kind are two, which chunks take in turns: who copies chunk 2 in has met the others after they had averaged chunk 0. What
-a rank does alone runs on a second stream, beside the copies of the next chunk. Each message begins with a meeting, so launches of
-a CUDA graph and eager messages may follow each other in any order, if each was waited for before the next begins. Ranks begin a
-chunk together, each copying from or to another one, so that links seldom carry the bytes of two. Messages of a kind follow each
-other, because two copies at a time would share an engine and links.
+There are two boxes of each kind, and chunks alternate: a rank copies chunk 2 in only after a meeting to which all came with chunk 0
+averaged. What a rank does alone runs on a second stream, beside the copies of the next chunk. Each message begins with a meeting,
+so launches of a CUDA graph and eager messages may follow each other in any order, if each was waited for before the next begins.
+Ranks begin a chunk together, each copying from or to another one, so that links seldom carry the bytes of two. Messages of a kind
+follow each other, because two copies at a time would share an engine and links.
 
 A message may be several tensors (pieces.py), which are read and written where they are, each by copies of its own. Nobody reads or
 writes a tensor of another rank, only boxes, so tensors may come and go, and a message ends as a collective does: when its
@@ -48,20 +48,20 @@ except ImportError:  # there is no triton for this platform, and no GPU that it 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REDUCTIONS = ("average", "sum")
 _ALIGNMENT_BYTES = 256
-_ALIGNMENT = 64
-"""Parts of an all-reduce are multiples of this many elements, so that copies begin on 128 bytes."""
+_ALIGNMENT_ELEMENTS = 64
+"""Parts of an all-reduce are multiples of so many elements, so that copies begin at multiples of 128 bytes, in 16 bits, or more."""
 
 
-Parts = Sequence[tuple[int, Tensor]]
-"""Parts of tensors, and where each begins in a chunk."""
+Fragments = Sequence[tuple[int, Tensor]]
+"""What one rank's part of a chunk holds of tensors: (first element in that part, view of the tensor)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyEngines:
     """Messages of ranks of one machine are copied between their memories. Pass it as `transport` to a parallel strategy.
 
-    `inbox_bytes`: memory for the boxes of each rank, which torch's allocator does not count. `least_bytes`: smaller messages go
-    through the library (NCCL or gloo), as do maxima and broadcasts.
+    `inbox_bytes`: memory of each rank for all its boxes, inboxes and outboxes; torch's allocator does not count it. `least_bytes`:
+    smaller messages go through the library (NCCL or gloo), as do maxima and broadcasts.
     """
 
     inbox_bytes: int = 256 * 2**20
@@ -70,7 +70,7 @@ class CopyEngines:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A message that has been started; keep it until it was waited for, because it keeps the tensors. `end`: None on a CPU."""
+    """A message that has been started; keep it until you have waited for it: it holds the tensors alive. `end`: None on a CPU."""
 
     end: torch.cuda.Event | None
     tensors: Sequence[Tensor]
@@ -82,7 +82,7 @@ class Sent:
 
 
 class Lane:
-    """Where messages of a kind travel, one after the other. `channel`: of its meetings.
+    """Where messages of a kind travel, one after the other. `channel`: that its meetings use.
 
     `inboxes`, `outboxes`: the first byte of each, in every rank's memory.
     """
@@ -95,8 +95,8 @@ class Lane:
         on_gpu = device.type == "cuda"
         self._copying = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._beside = torch.cuda.Stream(device, priority=-1) if on_gpu else None
-        self._is_beside = False
-        """Whether work beside has not been joined."""
+        self._has_unjoined_work = False
+        """Whether the second stream has work that the copies have not waited for."""
 
     def inbox(self, number: int) -> int:
         """The first byte of the inboxes' box for chunk `number`."""
@@ -107,16 +107,18 @@ class Lane:
         return self._outboxes[number % 2]
 
     @contextmanager
-    def message(self) -> Iterator[list[torch.cuda.Event]]:
-        """Inside, a message's copies are enqueued, behind the work that the current stream has. Yields a list for its end."""
-        ends: list[torch.cuda.Event] = []
+    def message(self) -> Iterator[None]:
+        """Inside, a message's copies are enqueued, behind the work that the current stream has."""
         if self._copying is not None:
             self._copying.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copying):
+        with torch.cuda.stream(self._copying):  # None: a CPU, where this does nothing
             self.meet()
-            yield ends
-            if self._copying is not None:
-                ends.append(self._copying.record_event())
+            yield
+
+    def sent(self, *tensors: Tensor) -> Sent:
+        """The message that was enqueued last."""
+        end = None if self._copying is None else self._copying.record_event()
+        return Sent(end=end, tensors=tensors)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -125,13 +127,13 @@ class Lane:
             self._beside.wait_stream(self._copying)
         with torch.cuda.stream(self._beside):
             yield
-            self._is_beside = True
+            self._has_unjoined_work = True
 
     def join(self) -> None:
         """Let the copies that follow wait for the work beside them."""
-        if self._copying is not None and self._beside is not None and self._is_beside:
+        if self._copying is not None and self._beside is not None and self._has_unjoined_work:
             self._copying.wait_stream(self._beside)
-        self._is_beside = False
+        self._has_unjoined_work = False
 
     def meet(self) -> None:
         """What follows begins when all ranks have come here, with their copies and the work beside."""
@@ -140,24 +142,25 @@ class Lane:
 
 
 class PeerCopies:
-    """The collectives of one group by copies. ValueError as open_peer_memory has it. Every rank must make it at the same place."""
+    """The collectives of one group by copies. Making it is a collective, which raises ValueError as open_peer_memory does."""
 
     def __init__(self, ranks: Ranks, options: CopyEngines, gather_texts: GatherTexts) -> None:
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._least_bytes = options.least_bytes
-        # Two inboxes with a slot for each other rank, and two outboxes with one; half as much for gathers.
-        slot_bytes = _aligned(options.inbox_bytes // (3 * ranks.world_size))
+        # In slots: two inboxes of N - 1 and two outboxes of 1 for reductions, two outboxes of N / 2 for gathers; 3 N in all
+        slot_bytes = _rounded_down(options.inbox_bytes // (3 * ranks.world_size))
         if slot_bytes < _ALIGNMENT_BYTES:
             least = 3 * ranks.world_size * _ALIGNMENT_BYTES
             raise ValueError(
                 f"inbox_bytes: must be at least {least} for {ranks.world_size} ranks, not {options.inbox_bytes}"
             )
         self._slot_bytes = slot_bytes
-        """Of one sender's chunk."""
-        self._shown_bytes = shown_bytes = _aligned(slot_bytes * ranks.world_size // 2)
-        """Of an all-gather's chunk."""
+        """Bytes of a reduction's chunk: one sender's slot."""
+        self._gathered_bytes = gathered_bytes = _rounded_down(slot_bytes * ranks.world_size // 2)
+        """Bytes of a gather's chunk."""
         inbox_bytes = slot_bytes * (ranks.world_size - 1)
-        ends = list(accumulate([inbox_bytes, inbox_bytes, slot_bytes, slot_bytes, shown_bytes, shown_bytes], initial=0))
+        sizes = [inbox_bytes, inbox_bytes, slot_bytes, slot_bytes, gathered_bytes, gathered_bytes]
+        ends = list(accumulate(sizes, initial=0))
         self._memory: PeerMemory = open_peer_memory(ranks, ends[-1], channels=2, gather_texts=gather_texts)
         self._reducing = Lane(self._memory, ranks.device, channel=0, inboxes=ends[:2], outboxes=ends[2:4])
         self._gathering = Lane(self._memory, ranks.device, channel=1, inboxes=(), outboxes=ends[4:6])
@@ -176,12 +179,12 @@ class PeerCopies:
     def all_reduce(self, pieces: Pieces, reduction: str) -> Sent:
         """Every rank's pieces become the average or sum of all ranks' pieces."""
         numel = -(-pieces.numel // self._world_size)
-        numel = -(-numel // _ALIGNMENT) * _ALIGNMENT
+        numel = -(-numel // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
         lane = self._reducing
         chunks = [
             self._cut(pieces, numel, chunk) for chunk in _chunks(numel, self._slot_bytes // pieces.dtype.itemsize)
         ]
-        with lane.message() as ends:
+        with lane.message():
             for number in range(len(chunks) + 1):
                 if number < len(chunks):
                     self._push(lane.inbox(number), chunks[number])
@@ -189,16 +192,16 @@ class PeerCopies:
                 if number < len(chunks):
                     own = chunks[number][self._rank]
                     with lane.beside():
-                        self._average(lane.inbox(number), own, [part for _, part in own], reduction)
+                        self._reduce(lane.inbox(number), own, [part for _, part in own], reduction)
                         self._show(lane.outbox(number), own)
                 if number > 0:
                     self._pull(lane.outbox(number - 1), chunks[number - 1])
-        return Sent(end=ends[0] if ends else None, tensors=pieces.tensors)
+        return lane.sent(*pieces.tensors)
 
     def reduce_scatter(self, shard: Tensor, pieces: Pieces, reduction: str) -> Sent:
         """`shard` becomes this rank's part of the reduced pieces, with zeros between them."""
         into, lane = shard.view(-1), self._reducing
-        with lane.message() as ends:
+        with lane.message():
             for number, chunk in enumerate(_chunks(into.numel(), self._slot_bytes // into.itemsize)):
                 parts = self._cut(pieces, into.numel(), chunk)
                 own = parts[self._rank]
@@ -207,53 +210,54 @@ class PeerCopies:
                 lane.meet()
                 with lane.beside():
                     _zero_between(places, into, chunk)
-                    self._average(lane.inbox(number), own, [into[place] for place in places], reduction)
-            lane.join()
-        return Sent(end=ends[0] if ends else None, tensors=[shard, *pieces.tensors])
+                    self._reduce(lane.inbox(number), own, [into[place] for place in places], reduction)
+            lane.join()  # the last average belongs to the message; in all_reduce the last meeting joins it
+        return lane.sent(shard, *pieces.tensors)
 
     def all_gather(self, tensor: Tensor, shard: Tensor) -> Sent:
         """`tensor` becomes every rank's shard, one after the other."""
         whole, own, lane = Pieces.of([tensor.view(-1)]), shard.view(-1), self._gathering
-        # Nothing runs beside these copies: in a graph with a branch at each chunk the next forward began behind the last gather.
-        with lane.message() as ends:
-            for number, chunk in enumerate(_chunks(own.numel(), self._shown_bytes // own.itemsize)):
+        # All on one stream: with own parts shown on a second one, a branch of the graph at each chunk, the next forward waited for
+        # the last gather (docs/decisions/0036-copies-in-step.md).
+        with lane.message():
+            for number, chunk in enumerate(_chunks(own.numel(), self._gathered_bytes // own.itemsize)):
                 parts = self._cut(whole, own.numel(), chunk)
                 self._show(lane.outbox(number), [(0, own[chunk])])
-                for _, to in parts[self._rank]:
-                    if to.data_ptr() != own[chunk].data_ptr():
-                        to.copy_(own[chunk])
+                ((_, to),) = parts[self._rank]
+                if to.data_ptr() != own[chunk].data_ptr():  # else the shard is a view of `tensor`
+                    to.copy_(own[chunk])
                 lane.meet()
                 self._pull(lane.outbox(number), parts)
-        return Sent(end=ends[0] if ends else None, tensors=[shard, tensor])
+        return lane.sent(shard, tensor)
 
-    def _cut(self, pieces: Pieces, numel: int, chunk: slice) -> list[Parts]:
+    def _cut(self, pieces: Pieces, numel: int, chunk: slice) -> list[Fragments]:
         """This chunk of each rank's part of a message; a part has `numel` elements."""
         firsts = [rank * numel for rank in range(self._world_size)]
         return [pieces.cut(first + chunk.start, first + chunk.stop) for first in firsts]
 
-    def _push(self, inbox: int, chunks: Sequence[Parts]) -> None:
-        """Copy `chunks[p]` into this rank's slot of rank p's inbox."""
+    def _push(self, inbox: int, parts_of: Sequence[Fragments]) -> None:
+        """Copy `parts_of[p]` into this rank's slot of rank p's inbox."""
         for peer in self._peers:
             first = inbox + self._slot_bytes * (self._rank if self._rank < peer else self._rank - 1)
-            for place, part in chunks[peer]:
+            for place, part in parts_of[peer]:
                 self._place(peer, first, place, part).copy_(part)
 
-    def _average(self, inbox: int, own: Parts, into: Sequence[Tensor], reduction: str) -> None:
+    def _reduce(self, inbox: int, own: Fragments, into: Sequence[Tensor], reduction: str) -> None:
         """Reduce this rank's parts of a chunk and those that have arrived."""
         scale = 1 / self._world_size if reduction == "average" else 1.0
         arrived = self._memory.of(self._rank)[inbox : inbox + self._slot_bytes * len(self._peers)]
         for (place, part), to in zip(own, into, strict=True):
             add_up(part, arrived.view(part.dtype).view(len(self._peers), -1)[:, place:], to, scale)
 
-    def _show(self, outbox: int, own: Parts) -> None:
+    def _show(self, outbox: int, own: Fragments) -> None:
         """Copy this rank's parts of a chunk to where the others find them."""
         for place, part in own:
             self._place(self._rank, outbox, place, part).copy_(part)
 
-    def _pull(self, outbox: int, chunks: Sequence[Parts]) -> None:
-        """`chunks[p]` becomes what rank p shows."""
+    def _pull(self, outbox: int, parts_of: Sequence[Fragments]) -> None:
+        """`parts_of[p]` becomes what rank p shows."""
         for peer in self._peers:
-            for place, to in chunks[peer]:
+            for place, to in parts_of[peer]:
                 to.copy_(self._place(peer, outbox, place, to))
 
     def _place(self, owner: int, first: int, place: int, like: Tensor) -> Tensor:
@@ -268,12 +272,12 @@ def _chunks(numel: int, most: int) -> Iterator[slice]:
         yield slice(first, min(first + most, numel))
 
 
-def _aligned(bytes_: int) -> int:
+def _rounded_down(bytes_: int) -> int:
     return bytes_ // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 
 def _zero_between(places: Sequence[slice], shard: Tensor, chunk: slice) -> None:
-    """Zero what these places leave of the chunk: nothing arrives there, and an optimizer may read it."""
+    """Zero the gaps between these places in the chunk: nothing arrives there, and an optimizer may read it."""
     end = chunk.start
     for place in [*places, slice(chunk.stop, chunk.stop)]:
         if place.start > end:

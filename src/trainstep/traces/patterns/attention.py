@@ -1,13 +1,14 @@
-"""Attention that writes its scores to memory, and attention that is given a mask where a word would do.
+"""Attention that writes its scores to memory, and attention that is given a mask where `is_causal=True` would do.
 
 written out  scores = a batched matmul, then a softmax over its last dimension: all other ops on tensors of that shape go through
              memory, which a fused attention does not do, as do copies of its factors into the order that a batched matmul takes. At
              least: the batched matmuls. A fused attention does 7 of them where these are 6 (it computes the scores again in
              backward), skips masked blocks, and also does the softmax; on a CPU it took 0.84 to 1.12 times these matmuls' time on
-             one machine and up to twice on another (docs/log.md, 2026-11-25 and 2026-11-27), so there it is timed. On a GPU they
-             write the scores: 15.6 ms where a fused one took 4.5, at 0.31 of the rate of the step's plain matmuls (one model on an
-             H100, 64 wide, 1,024 positions: results/h100/planted.md). So in 16 bits it is its FLOPs at 0.3 of that rate, if less;
-             a fused attention of a short sequence takes longer.
+             one machine and up to twice on another (docs/log.md, 2026-11-25 and 2026-11-27), so there it is timed. On a GPU the
+             batched matmuls also write the scores: one model on an H100 (64 wide, 1,024 positions) took 15.6 ms where a fused
+             attention took 4.5, at 0.31 of the plain matmuls' rate (results/h100/planted.md). So in 16 bits the least is the
+             smaller of two times: the batched matmuls', and the fused FLOPs at 0.3 of that rate. Short sequences do not reach
+             it, and gain less.
 with a mask  on a GPU, a fused attention that is given a mask of T x T. If it is causal, to say so skips half of the work. At least:
              half of the time; a GPT-2 without the mask of Hugging Face's took 0.42 of it (docs/log.md, 2026-11-27). Only the ops
              below are known: flash takes no mask, and on a CPU the fused op takes as long with a mask as without.
@@ -34,8 +35,8 @@ from trainstep.traces.patterns.step_ops import Shape, StepOps, first, tensors
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 _SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
 _FUSED = "aten::_scaled_dot_product_"
-_OF_PLAIN = 0.3
-"""The rate of a fused attention, of that of plain matmuls."""
+_FUSED_RATE_OF_PLAIN = 0.3
+"""A fused attention's FLOP/s, as a share of the step's plain matmuls'."""
 _MASK_AT = {
     "cudnn_attention": 3,
     "cudnn_attention_backward": 8,
@@ -50,15 +51,15 @@ _MASK_AT = {
 def written_out(ops: StepOps) -> Iterator[Pattern]:
     """The attention whose scores are in memory, all layers together."""
     products = {product: opened for opened in ops.all if opened.name in BATCHED and (product := _product(opened))}
-    soft = [opened for opened in ops.all if opened.name in _SOFTMAX and _scores(first(opened)) in products]
-    shapes = {scores for opened in soft if (scores := _scores(first(opened)))}
+    soft = [opened for opened in ops.all if opened.name in _SOFTMAX and _flattened(first(opened)) in products]
+    shapes = {scores for opened in soft if (scores := _flattened(first(opened)))}
     if not shapes:
         return
-    touching = [opened for opened in ops.all if any(_scores(shape) in shapes for shape in tensors(opened))]
+    touching = [opened for opened in ops.all if any(_flattened(shape) in shapes for shape in tensors(opened))]
     others = [opened for opened in touching if opened.name not in BATCHED]
     matmuls = [opened for opened in ops.all if opened.name in BATCHED and _meets(opened, shapes)]
-    factors = {_scores(shape) for opened in matmuls for shape in tensors(opened)} - shapes
-    copies = [opened for opened in ops.all if _reorders_heads(opened) and _scores(first(opened)) in factors]
+    factors = {_flattened(shape) for opened in matmuls for shape in tensors(opened)} - shapes
+    copies = [opened for opened in ops.all if _reorders_heads(opened) and _flattened(first(opened)) in factors]
     instead = tuple(_fused(soft, [*touching, *matmuls], products))
     least_ns = float(sum(cost.time_ns for cost in ops.costs(matmuls).values()))
     words = ", ".join(" x ".join(map(str, shape[-2:])) for shape in sorted(shapes))
@@ -78,27 +79,31 @@ def _reorders_heads(opened: Range) -> bool:
 
 
 def _fused_ns(instead: Sequence[Instead], ops: StepOps) -> float:
-    """What a fused attention takes on a GPU whose plain matmuls show their rate; else no limit. Backward has 5 matmuls for 2."""
+    """What fused attention in 16 bits takes on a GPU whose plain matmuls show their rate; infinity otherwise.
+
+    Forward has 2 matmuls, backward 5; where they are causal, half of the FLOPs.
+    """
     plain = sixteen_bit_work(ops, batched=False)
     if not plain.flops or any(one.dtype not in SIXTEEN_BITS for one in instead):
         return math.inf
     flops = 0.0
     for one in instead:
         (batch, heads, queries, head_dim), (_, _, keys, _), _ = one.shapes
-        products = 2 * one.forwards + 5 * one.backwards
-        flops += products * 2.0 * batch * heads * queries * keys * head_dim / (1 + (one.op == FUSED_CAUSAL_ATTENTION))
-    return 1e9 * flops / (_OF_PLAIN * plain.flops / plain.time_s)
+        matmuls = 2 * one.forwards + 5 * one.backwards
+        computed = 0.5 if one.op == FUSED_CAUSAL_ATTENTION else 1.0
+        flops += computed * matmuls * 2.0 * batch * heads * queries * keys * head_dim
+    return 1e9 * flops / (_FUSED_RATE_OF_PLAIN * plain.flops / plain.time_s)
 
 
 def _fused(
     soft: Sequence[Range], involved: Sequence[Range], products: dict[tuple[int, int, int], Range]
 ) -> Iterator[Instead]:
     """A fused attention for each shape of scores. Recomputed scores would be computed again by a fused one, too."""
-    masks = {_scores(scores): is_bool for opened in involved for scores, is_bool in _masked(opened)}
-    backward = [_scores(first(opened)) for opened in involved if opened.name == _SOFTMAX_BACKWARD]
+    masks = {_flattened(scores): is_bool for opened in involved for scores, is_bool in _masked(opened)}
+    backward = [_flattened(first(opened)) for opened in involved if opened.name == _SOFTMAX_BACKWARD]
     for shape, forwards in Counter(first(opened) for opened in soft).items():
         *lead, queries, keys = shape
-        scores = _scores(shape)
+        scores = _flattened(shape)
         assert scores is not None
         product = products[scores]
         head_dim = [factor for factor in tensors(product) if len(factor) == 3][-2][2]
@@ -135,7 +140,7 @@ def with_mask(ops: StepOps) -> Iterator[Pattern]:
         calls=len(masked),
         costs=costs,
         least_ns=sum(cost.time_ns for cost in costs.values()) / 2,
-        what=f"attention is given a mask of {words}; if it is causal, half of its work is for nothing",
+        what=f"attention is given a mask of {words}; if it is causal, half of its work is wasted",
     )
 
 
@@ -148,10 +153,10 @@ def mask_of(opened: Range) -> tuple[Any, ...]:
 
 
 def _meets(opened: Range, shapes: set[tuple[int, int, int]]) -> bool:
-    return _product(opened) in shapes or any(_scores(shape) in shapes for shape in tensors(opened))
+    return _product(opened) in shapes or any(_flattened(shape) in shapes for shape in tensors(opened))
 
 
-def _scores(shape: Shape) -> tuple[int, int, int] | None:
+def _flattened(shape: Shape) -> tuple[int, int, int] | None:
     """(all but the last two, rows, columns), the same of (batch, heads, T, S) and (batch x heads, T, S); None of other shapes."""
     return (math.prod(shape[:-2]), shape[-2], shape[-1]) if len(shape) >= 3 and math.prod(shape) > 0 else None
 
@@ -159,4 +164,4 @@ def _scores(shape: Shape) -> tuple[int, int, int] | None:
 def _product(opened: Range) -> tuple[int, int, int] | None:
     """The shape of a batched product."""
     factors = [shape for shape in tensors(opened) if len(shape) == 3][-2:]
-    return _scores((factors[0][0], factors[0][1], factors[1][2])) if len(factors) == 2 else None
+    return _flattened((factors[0][0], factors[0][1], factors[1][2])) if len(factors) == 2 else None

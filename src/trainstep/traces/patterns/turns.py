@@ -1,9 +1,9 @@
 """How much of a GPU's time in a step belonged to other processes: `interrupted_share(ops)`.
 
-Processes on one GPU have it in turn, and a kernel that is interrupted counts as running all the while. Ops of the same name, shapes
-and dtypes, such as a layer's in each layer, take equally long, and turns of a millisecond or two interrupt few that are shorter. So
-what they take longer than their lower quartile was another process's turn. Copies are left out, which may go anywhere, messages,
-which wait for other ranks, and ops whose shapes nobody noted.
+Processes share a GPU by taking turns, and the time of an interrupted kernel goes on counting. Ops with the same name, shapes and
+dtypes, such as those of each layer, should take equally long, and a turn of a millisecond or two rarely hits a short one. So
+whatever they take beyond their lower quartile was another process's turn. Left out are copies, which may go to different places,
+messages, which wait for other ranks, and ops without recorded shapes.
 """
 
 import statistics
@@ -11,10 +11,11 @@ import statistics
 from trainstep.traces.patterns.step_ops import NOTHING, StepOps, tensors
 
 _LEAST_CALLS = 8
+"""Of an op, in all steps of the trace: fewer have no lower quartile to speak of."""
 _LEAST_SHARE = 0.2
 """The share of the step's time that must be in such ops, to speak for the others."""
 _LONGEST_NS = 1_000_000
-"""Longer ones are interrupted each time, so that none shows what it takes alone."""
+"""Longer ops are interrupted every time, so none shows what it takes alone."""
 _LEFT_OUT = ("copy_", "c10d::", "record_param_comms", "nccl")
 
 
@@ -22,15 +23,15 @@ def interrupted_share(ops: StepOps) -> float | None:
     """The share of the device's time in which it worked for others; None on a CPU, or if too few ops are alike."""
     if not ops.on_device:
         return None
-    whole, alike = 0, dict[tuple[object, ...], list[int]]()
+    whole_ns, alike = 0, dict[tuple[object, ...], list[int]]()
     for opened in ops.all:
         time_ns = ops.own.get(id(opened), NOTHING).time_ns
-        whole += time_ns
+        whole_ns += time_ns
         if time_ns and tensors(opened) and not any(word in opened.name for word in _LEFT_OUT):
             alike.setdefault((opened.name, str(opened.shapes), opened.dtypes), []).append(time_ns)
-    alone = {key: statistics.quantiles(times, n=4)[0] for key, times in alike.items() if len(times) >= _LEAST_CALLS}
-    alone = {key: time_ns for key, time_ns in alone.items() if time_ns <= _LONGEST_NS}
-    taken = sum(sum(alike[key]) for key in alone)
-    if not taken or taken < _LEAST_SHARE * whole:
+    quartiles = {key: statistics.quantiles(times, n=4)[0] for key, times in alike.items() if len(times) >= _LEAST_CALLS}
+    alone_ns = {key: time_ns for key, time_ns in quartiles.items() if time_ns <= _LONGEST_NS}
+    taken_ns = sum(sum(alike[key]) for key in alone_ns)
+    if not taken_ns or taken_ns < _LEAST_SHARE * whole_ns:
         return None
-    return 1 - sum(len(alike[key]) * time_ns for key, time_ns in alone.items()) / taken
+    return max(0.0, 1 - sum(len(alike[key]) * time_ns for key, time_ns in alone_ns.items()) / taken_ns)
