@@ -14,7 +14,7 @@ from trainstep.report.parallel.collectives import fit_of, node_bytes_per_s, seri
 from trainstep.report.parallel.links import links_of
 
 __all__ = ["nodes"]
-WITHIN = 0.15
+WITHIN = 0.25
 WORDS = ("--level", "across_nodes", "--mib", "0.25,1,4", "--warmups", "2", "--steps", "4", "--out", "c.jsonl")
 
 
