@@ -297,6 +297,14 @@ def test_a_host_that_runs_ahead_makes_no_step_shorter():
     )
 
 
+def test_device_times_of_another_number_of_steps_do_not_count():
+    """A file from elsewhere may hold anything."""
+    run = a_run(parts_ms=parts(forward=10.0), device="cuda", device_ms={Part.FORWARD: 20.0})
+    fewer = replace(run.samples["device_forward"], values=(0.02,) * 3)
+    run = replace(run, samples={**run.samples, "device_forward": fewer})
+    assert script_evidence([run]).measured_s == pytest.approx(0.01)
+
+
 def test_a_gpu_that_is_behind_makes_up_for_a_late_host():
     """Ten steps are launched in 10 ms each, ten in 30; of 20 ms each on the GPU, all but the last 10 ms are behind the host."""
     run = a_run(parts_ms=parts(forward=10.0), device="cuda", device_ms={Part.FORWARD: 20.0})

@@ -42,7 +42,7 @@ class CollectiveConfig:
         "library",
         TRANSPORTS,
     )
-    inbox_mib: int = described("MiB of each rank's memory for the boxes of copies", 256)
+    inbox_mib: int = described("MiB of each rank's memory that copies pass through", 256)
     dtype: str = described("dtype of the tensor", "fp32", tuple(ELEMENT_BYTES))
     mib: float = described("MiB of the whole tensor that is reduced, gathered or sent; 0.001 is 1 KiB", 1.0)
     device: str = described("device of the tensor", "cpu", ("cpu", "cuda"))

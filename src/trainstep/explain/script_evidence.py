@@ -153,9 +153,10 @@ def _step_s(records: Sequence[Record]) -> float:
     whole_s, steps = 0.0, 0
     for record in records:
         times = record.samples.get("step", _NO_STEPS).values
-        columns = [column.values for name, column in record.samples.items() if name.startswith("device_")]
-        on_gpu = [sum(parts) for parts in zip(*columns, strict=True)] or [0.0] * len(times)
-        host_s = gpu_s = 0.0  # where each clock stands since the record began, with an empty GPU
+        parts = [column.values for name, column in record.samples.items() if name.startswith("device_")]
+        columns = [column for column in parts if len(column) == len(times)]  # a file from elsewhere may hold anything
+        on_gpu = [sum(step) for step in zip(*columns, strict=True)] or [0.0] * len(times)
+        host_s = gpu_s = 0.0  # where each clock stands since the record began, as if with an empty GPU
         for time_s, parts_s in zip(times, on_gpu, strict=True):
             gpu_s = max(gpu_s, host_s) + parts_s
             host_s += time_s
@@ -166,7 +167,7 @@ def _step_s(records: Sequence[Record]) -> float:
 def _late_s(
     inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], measured_s: float, busy_s: float
 ) -> float:
-    """What the step would save if the host never waited for the GPU, as it does in every inspected step. [Note: launching late]"""
+    """What a step would save if the host never waited; 0 unless it waits in all inspected steps. [Note: launching late]"""
     if not inspected or not all(record.tables.get("host") for record in inspected):
         return 0.0
     has_lines = all(record.tables.get("waits") for record in inspected)
@@ -223,8 +224,8 @@ def _places(waits: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any
 def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool) -> tuple[float, str, bool]:
     """(time of a step that others took, who they are, whether of the GPU). Nothing below 5 %, which any machine's background takes.
 
-    Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU:
-    [Note: turns on a GPU]
+    Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU,
+    see [Note: turns on a GPU].
     """
     timed = [record for record in records if record.duration_s and record.samples.get("step", _NO_STEPS).values]
     # The record of the warm-ups contains the script's start, which is no step that somebody could disturb

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from trainstep.costs.attention import attention_backward_flops, attention_flops
 from trainstep.traces.kineto import Range
 from trainstep.traces.patterns.matmuls import BATCHED, SIXTEEN_BITS, sixteen_bit_work
 from trainstep.traces.patterns.pattern import (
@@ -79,19 +80,16 @@ def _reorders_heads(opened: Range) -> bool:
 
 
 def _fused_ns(instead: Sequence[Instead], ops: StepOps) -> float:
-    """What fused attention in 16 bits takes on a GPU whose plain matmuls show their rate; infinity otherwise.
-
-    Forward has 2 matmuls, backward 5; where they are causal, half of the FLOPs.
-    """
+    """What fused attention in 16 bits takes on a GPU whose plain matmuls show their rate; infinity otherwise."""
     plain = sixteen_bit_work(ops, batched=False)
     if not plain.flops or any(one.dtype not in SIXTEEN_BITS for one in instead):
         return math.inf
-    flops = 0.0
+    flops = 0
     for one in instead:
         (batch, heads, queries, head_dim), (_, _, keys, _), _ = one.shapes
-        matmuls = 2 * one.forwards + 5 * one.backwards
-        computed = 0.5 if one.op == FUSED_CAUSAL_ATTENTION else 1.0
-        flops += computed * matmuls * 2.0 * batch * heads * queries * keys * head_dim
+        shape, causal = (batch * heads, queries, keys, head_dim), one.op == FUSED_CAUSAL_ATTENTION
+        flops += one.forwards * attention_flops(*shape, causal=causal)
+        flops += one.backwards * attention_backward_flops(*shape, causal=causal)
     return 1e9 * flops / (_FUSED_RATE_OF_PLAIN * plain.flops / plain.time_s)
 
 
