@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainstep.capture import tape
 from trainstep.capture.tape import CudaGraphs
 from trainstep.capture.waits import cuda_waits
 
@@ -24,7 +25,7 @@ class FakeCuda:
             "Stream": lambda _device: FakeStream("capture", self),
             "current_stream": lambda _device=None: FakeStream(self.streams[-1], self),
             "stream": self.stream,
-            "CUDAGraph": lambda: FakeGraph(self),
+            "CUDAGraph": lambda keep_graph: FakeGraph(self),
             "Event": lambda **options: FakeEvent(self, options),
             "graph_pool_handle": lambda: (0, len(self.calls)),
             "synchronize": lambda _device=None: self.calls.append("synchronize"),
@@ -32,6 +33,7 @@ class FakeCuda:
             "get_sync_debug_mode": lambda: self.sync_debug_mode,
             "set_sync_debug_mode": self.set_sync_debug_mode,
         }
+        monkeypatch.setattr(tape, "driver", lambda: None)
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
         clear = "_cuda_clearCublasWorkspaces"  # which a torch without CUDA does not have
@@ -73,6 +75,9 @@ class FakeGraph:
     def register_generator_state(self, generator: Any) -> None:
         self._cuda.calls.append(f"generator {generator}")
 
+    def instantiate(self) -> None:
+        self._cuda.calls.append("instantiate")
+
     def replay(self) -> None:
         self._cuda.calls.append("launch")
 
@@ -106,7 +111,7 @@ def test_a_capture_and_its_launches_run_in_order(cuda: FakeCuda):
     launch(lambda label, event: marks.append(label))
     assert cuda.calls == [
         *("generator mine", "synchronize", "clear workspaces", "empty_cache"),
-        *("begin on capture, thread_local", "run on capture", "event", "end", "launch", "launch"),
+        *("begin on capture, thread_local", "run on capture", "event", "end", "instantiate", "launch", "launch"),
     ]
     assert marks == ["forward", "forward"]
 

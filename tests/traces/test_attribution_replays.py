@@ -9,7 +9,7 @@ import pytest
 from trace_maker import AUTOGRAD, COMPILED, EAGER, call, kernel, launched, op, span, trace
 from trainstep.traces.attribution import FALLBACK, OUTSIDE, REPLAYED, Assigned, Attribution, placed_by_order
 from trainstep.traces.contexts import step_number
-from trainstep.traces.kineto import Call, Trace, read_trace
+from trainstep.traces.kineto import MEMSET, Call, Trace, read_trace
 from trainstep.traces.profile import profile_of
 from trainstep.traces.tables import replay_table
 from trainstep.traces.work import read_work
@@ -123,6 +123,19 @@ def test_a_name_that_is_there_once_more_is_not_placed_by_its_order():
         ("a", "optimizer", FALLBACK),
         ("a", "optimizer", FALLBACK),
     ]
+
+
+def test_the_kernel_in_a_memsets_place_belongs_where_the_memset_was():
+    launch, cleared = launched("Memset (Device)", 32, 36, 38, 4)
+    memset = dataclasses.replace(cleared, kind=MEMSET)  # in backward, between two kernels of the same step
+    eager = trace(
+        *(span("step 0", 0, 100), span("forward", 0, 20), span("backward", 20, 50), span("optimizer", 50, 90)),
+        *(*launched("a", 5, 10, 12, 1), launch, memset, *launched("b", 52, 56, 58, 3)),
+    )
+    fill = "void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor<unsigned char>, ...>"
+    graph = call("cudaGraphLaunch", 1, 3, 7), kernel("a", 5, 10, 7), kernel(fill, 12, 13, 7), kernel("b", 20, 25, 7)
+    placed = placed_by_order(Attribution(trace(span("step 4", 0, 100), *graph)).assign(), Attribution(eager).assign())
+    assert places(placed) == [("a", "forward", REPLAYED), (fill, "backward", REPLAYED), ("b", "optimizer", REPLAYED)]
 
 
 def test_a_phase_outside_of_the_graph_has_no_place_for_its_kernels():

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trainstep.capture.memset_nodes import Fills, driver, replace_memsets
 from trainstep.capture.waits import HostWatcher, Wait, cuda_waits, host_waits, reads_by_host
 
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty")
@@ -243,7 +244,7 @@ class CudaGraphs:
 
         An exception of `run` is raised unchanged, and the current stream is restored.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         for generator in self._generators:
             graph.register_generator_state(generator)
         gc.collect()
@@ -303,4 +304,8 @@ class CudaGraphs:
                     graph.capture_end()
                 raise
             graph.capture_end()
+            known = driver()
+            if known is not None:
+                replace_memsets(graph.raw_cuda_graph(), known, Fills(known))
+        graph.instantiate()
         return outputs

@@ -22,13 +22,15 @@ from dataclasses import dataclass
 
 from trainstep.config.run import Phase
 from trainstep.traces.contexts import NOTHING_OPEN, PHASES, Context, Contexts, Spans, step_number
-from trainstep.traces.kineto import Activity, Call, Range, Thread, Trace
+from trainstep.traces.kineto import MEMSET, Activity, Call, Range, Thread, Trace
 from trainstep.traces.nesting import nestings
 
 DIRECT, JOINED, FALLBACK, REPLAYED = "direct", "joined", "fallback", "replayed"
 OUTSIDE = "outside phases"
 """The phase of work outside all phases: the batch's upload, a library's own work."""
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+_CLEARS = "FillFunctor<unsigned char>"
+"""In the name of the kernel that a captured step has in a memset's place (capture/memset_nodes.py)."""
 BETWEEN = "(between ops)"
 """The name of the time between ops, in a trace without a device."""
 _Name = tuple[str, str]
@@ -224,7 +226,10 @@ def placed_by_order(assigned: Sequence[Assigned], eager: Sequence[Assigned]) -> 
 
 
 def _name_of(event: Assigned) -> _Name:
-    return event.activity.kind, event.activity.name
+    activity = event.activity
+    if activity.kind == MEMSET or _CLEARS in activity.name:
+        return MEMSET, ""
+    return activity.kind, activity.name
 
 
 def _is_replayed(event: Assigned) -> bool:
