@@ -83,6 +83,8 @@ def complaints_about(result: dict[str, Any]) -> list[str]:
         complaints.append(f"{name}: {result['spilled_bytes']} bytes spilled")
     if result["vector_accesses"] < result.get("least_vector_accesses", 0):
         complaints.append(f"{name}: only {result['vector_accesses']} vector accesses")
+    if result["conversions"] > result.get("most_conversions", result["conversions"]):
+        complaints.append(f"{name}: {result['conversions']} tensors pass through shared memory to other threads")
     if result["running_sums"] and result.get("sums_run_on") is False:
         complaints.append(f"{name}: {result['running_sums']} sums go on within the products from tile to tile")
     if result.get("sums_run_on") and not result["running_sums"]:

@@ -50,6 +50,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
         "registers": registers,
         "spilled_bytes": spilled_bytes,
         "warnings": warnings,
+        "conversions": compiled.asm["ttgir"].count("ttg.convert_layout"),
         "vector_accesses": len(re.findall(r"\b(?:ld|st)\.global\S*\.v[24]", compiled.asm["ptx"])),
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync|tcgen05\.mma", compiled.asm["ptx"])),

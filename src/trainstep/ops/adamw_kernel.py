@@ -27,16 +27,19 @@ WARPS = 8
 _ADDRESSES: tl.constexpr = tl.constexpr(7)
 """Numbers in a row of the table of addresses."""
 _ALIGNMENT_BYTES = 16
+_VECTOR_BYTES = 16
+"""The widest access of a thread. Those of all tensors have as many elements, or else values of 16 bits and of 32 would lie in other
+threads, and pass through shared memory."""
 
 
 @triton.jit
 def _update(
     parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, rounded_ptr,
     first, elements, decay_rate, step_size, root_correction2, eps, scale,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, ROUNDED: tl.constexpr, MASKED: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr, ROUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk, in fp32. `decay_rate`: lr weight_decay. `step_size`: lr / (1 - beta1^step). `scale`: the gradient's."""
-    index = first + tl.arange(0, CHUNK)
+    index = first + tl.max_contiguous(tl.arange(0, CHUNK), VECTOR)
     mask = index < elements if MASKED else None
     # Nothing is read again before all else has passed through the caches.
     g = tl.load(gradient_ptr + index, mask=mask, eviction_policy="evict_first").to(tl.float32) / scale
@@ -67,7 +70,7 @@ def _pointer(address_ptr, like_ptr, ALIGNED: tl.constexpr):
 def adamw_kernel(
     addresses_ptr, chunks_ptr, parameter_ptr, gradient_ptr, moment_ptr, rounded_ptr, step_ptr, lr_ptr, scale_ptr, found_inf_ptr,
     lr, eps, weight_decay,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr, CHUNK: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
     ROUNDED: tl.constexpr, ALIGNED: tl.constexpr, LR_ON_DEVICE: tl.constexpr, SCALED: tl.constexpr, MAY_SKIP: tl.constexpr,
 ):  # fmt: skip
     """The pointers from `parameter_ptr` to `step_ptr` only give their types to the addresses in the table."""
@@ -96,12 +99,12 @@ def adamw_kernel(
     if first + CHUNK <= elements:
         _update(
             parameter, gradient, exp_avg, exp_avg_sq, rounded, first, elements, decay_rate, step_size, root_correction2, eps, scale,
-            BETA1, BETA2, CHUNK, ROUNDED, False,
+            BETA1, BETA2, CHUNK, VECTOR, ROUNDED, False,
         )  # fmt: skip
     else:
         _update(
             parameter, gradient, exp_avg, exp_avg_sq, rounded, first, elements, decay_rate, step_size, root_correction2, eps, scale,
-            BETA1, BETA2, CHUNK, ROUNDED, True,
+            BETA1, BETA2, CHUNK, VECTOR, ROUNDED, True,
         )  # fmt: skip
 
 
@@ -184,6 +187,7 @@ class Launch:
                 LOG2_BETA1=_log2(settings.beta1),
                 LOG2_BETA2=_log2(settings.beta2),
                 CHUNK=CHUNK,
+                VECTOR=_VECTOR_BYTES // max(tensors[0].itemsize for tensors in operands[:5]),
                 ROUNDED=operands.rounded[0] is not operands.parameters[0],
                 ALIGNED=tables.aligned,
                 LR_ON_DEVICE=isinstance(lr, Tensor),

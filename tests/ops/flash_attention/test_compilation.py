@@ -148,15 +148,16 @@ def adamw_request(architecture: int, gradient: str) -> dict[str, Any]:
     return {
         "module": "trainstep.ops.adamw_kernel",
         "kernel": "adamw_kernel",
-        "constants": betas | switches | {"CHUNK": 4096},
+        "constants": betas | switches | {"CHUNK": 2048, "VECTOR": 4},
         "types": numbers | pointers,
         "element": "fp32",
         "architecture": architecture,
         "num_warps": 8,
         "num_stages": 3,
         "most_spilled_bytes": 64,  # triton 3.6 spills up to 48 with the rounded copy, none without; 3.9 none
-        # For a full chunk: 4096 elements by 256 threads, 16 bytes at a time: gradient, rounded copy, and three tensors twice
-        "least_vector_accesses": (4 if gradient == "fp32" else 2) + 2 + 3 * 2 * 4,
+        # For a full chunk: 2048 elements by 256 threads, 4 at a time: gradient, rounded copy, and three tensors twice
+        "least_vector_accesses": 2 + 2 + 3 * 2 * 2,
+        "most_conversions": 0,
     }
 
 
