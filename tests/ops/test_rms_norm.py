@@ -10,7 +10,7 @@ from trainstep.ops import rms_norm as module
 from trainstep.ops.rms_norm import RMSNorm, rms_norm
 
 EPS = 1e-5
-SHAPES = [(65, 1), (1, 17), (17, 80), (3, 5, 96), (1000, 64), (0, 8), (2, 4096), (3, 5000)]
+SHAPES = [(65, 1), (1, 17), (17, 80), (3, 5, 96), (1000, 64), (0, 8), (2, 4096), (3, 5000), (600, 1600)]
 
 
 @pytest.fixture(autouse=True)

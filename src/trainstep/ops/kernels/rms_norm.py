@@ -1,7 +1,7 @@
 """Kernels of RMSNorm, with the addition of a residual where there is one.
 
-Forward: a program normalises a tile of whole rows. Backward: a program goes through many tiles and sums the gradient of the
-weight over its rows in registers; the sums of all programs, a row of a table each, are then added in a fixed order by a kernel of
+Forward: a program normalises a tile of whole rows. Backward: a program goes through many tiles, reads the next one while it works on
+one, and sums the gradient of the weight over its rows in registers; the sums of all programs, a row of a table each, are then added in a fixed order by a kernel of
 our own: torch's sum over a few hundred rows takes 7 µs, and rounding its result another kernel.
 """
 
@@ -19,6 +19,9 @@ WIDEST = 16_384
 _TILE = 4096
 """Elements of a tile, if rows are not longer: 16 each for 256 threads."""
 _PROGRAMS_PER_SM = 4
+_TILE_AHEAD, _WIDEST_AHEAD = 8192, 8192
+"""The same of backward where it reads a tile ahead, with one program a multiprocessor: in 16 bits, and for rows up to this width,
+which leave it the registers. Without, 8192 x 4096 took 1.2 times as long (docs/log.md, 2026-11-27)."""
 _SUMMED_ROWS, _SUMMED_COLUMNS = 128, 32
 """The tile in which the sums of programs are added: 32 columns of fp32 are a line of the cache."""
 
@@ -49,24 +52,43 @@ def rms_norm_kernel(
 @triton.jit
 def rms_norm_backward_kernel(
     dy_ptr, dsum_ptr, h_ptr, weight_ptr, inverse_rms_ptr, dh_ptr, dweight_ptr, rows, width,
-    ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ADD: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """With n = h inverse_rms: dh = inverse_rms (weight dy - n mean(weight dy n)), plus `dsum` with ADD; dweight = sum of dy n."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+    step = tl.num_programs(0) * ROWS
+    if AHEAD:
+        row = program * ROWS + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & (column < width)
+        place = row.to(tl.int64) * width + column
+        next_inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
+        next_h, next_dy = tl.load(h_ptr + place, mask=mask, other=0.0), tl.load(dy_ptr + place, mask=mask, other=0.0)
+    for first in range(program * ROWS, rows, step):
         row = first + tl.arange(0, ROWS)[:, None]
         mask = (row < rows) & (column < width)
         place = row.to(tl.int64) * width + column
-        inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
-        n = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32) * inverse_rms
-        dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if ADD:
+            dsum = tl.load(dsum_ptr + place, mask=mask, other=0.0)
+        if AHEAD:
+            inverse_rms, h, dy = next_inverse_rms, next_h, next_dy.to(tl.float32)
+            next_row = row + step
+            next_mask = (next_row < rows) & (column < width)
+            place_ahead = next_row.to(tl.int64) * width + column
+            next_inverse_rms = tl.load(inverse_rms_ptr + next_row, mask=next_row < rows, other=0.0)
+            next_h = tl.load(h_ptr + place_ahead, mask=next_mask, other=0.0)
+            next_dy = tl.load(dy_ptr + place_ahead, mask=next_mask, other=0.0)
+        else:
+            inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
+            h = tl.load(h_ptr + place, mask=mask, other=0.0)
+            dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        n = h.to(tl.float32) * inverse_rms
         dn = dy * weight
         dh = inverse_rms * (dn - n * (tl.sum(dn * n, axis=1, keep_dims=True) / width))
         if ADD:
-            dh += tl.load(dsum_ptr + place, mask=mask, other=0.0).to(tl.float32)
+            dh += dsum.to(tl.float32)
         tl.store(dh_ptr + place, dh.to(dh_ptr.dtype.element_ty), mask=mask)
         dweight += dy * n
     place = program.to(tl.int64) * width + column
@@ -111,13 +133,17 @@ def launch_rms_norm_backward(
     width = h.shape[-1]
     rows = h.numel() // width
     dh = h.new_empty(h.shape)
-    tile_rows, tile_width, warps = _tile(width)
-    programs = max(1, min(triton.cdiv(rows, tile_rows), _PROGRAMS_PER_SM * _processors(h.device)))
+    processors = _processors(h.device)
+    ahead = width <= _WIDEST_AHEAD and h.itemsize == dy.itemsize == 2
+    tile_rows, tile_width, warps = _tile(width, _TILE_AHEAD if ahead else _TILE)
+    while ahead and tile_rows > 1 and triton.cdiv(rows, tile_rows) < processors:  # few rows: all multiprocessors work
+        tile_rows //= 2
+    programs = max(1, min(triton.cdiv(rows, tile_rows), processors * (1 if ahead else _PROGRAMS_PER_SM)))
     sums, dweight = h.new_empty(programs, width, dtype=torch.float32), weight.new_empty(width)
     with on_device(h.device):
         rms_norm_backward_kernel[(programs,)](
             dy, dy if dsum is None else dsum, h, weight, inverse_rms, dh, sums, rows, width,
-            ADD=dsum is not None, ROWS=tile_rows, WIDTH=tile_width, num_warps=warps,
+            ADD=dsum is not None, AHEAD=ahead, ROWS=tile_rows, WIDTH=tile_width, num_warps=warps,
         )  # fmt: skip
         rms_norm_weight_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
             sums, dweight, programs, width, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=4
@@ -125,10 +151,10 @@ def launch_rms_norm_backward(
     return dh, dweight
 
 
-def _tile(width: int) -> tuple[int, int, int]:
+def _tile(width: int, elements: int = _TILE) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps: short rows share a tile, and a longer row has more threads."""
     columns = triton.next_power_of_2(width)
-    return max(1, _TILE // columns), columns, min(32, max(8, columns // 512))
+    return max(1, elements // columns), columns, min(32, max(8, columns // 512))
 
 
 @functools.cache
