@@ -14,6 +14,9 @@ what comes before it. So a box is written again only when every rank is done wit
     copying   meet | copy 0 in | meet | copy 1 in           | meet | copy 0 out, copy 2 in | meet | ...
     beside                            | average 0, into out |      | average 1, into out   |
 
+Copies behind a meeting are enqueued before the average beside them: what comes first behind a node of a graph seems to keep its
+stream, and each further one begins another (docs/decisions/0036-copies-in-step.md).
+
 There are two boxes of each kind, and chunks alternate: a rank copies chunk 2 in only after a meeting to which all came with chunk 0
 averaged. What a rank does alone runs on a second stream, beside the copies of the next chunk. Each message begins with a meeting,
 so launches of a CUDA graph and eager messages may follow each other in any order, if each was waited for before the next begins.
@@ -95,6 +98,8 @@ class Lane:
         on_gpu = device.type == "cuda"
         self._copying = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._beside = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+        self._met: torch.cuda.Event | None = None
+        """The end of the last meeting."""
         self._has_unjoined_work = False
         """Whether the second stream has work that the copies have not waited for."""
 
@@ -122,9 +127,9 @@ class Lane:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Inside, work is enqueued that runs beside the copies which follow, until the next meeting or `join`."""
-        if self._beside is not None and self._copying is not None:
-            self._beside.wait_stream(self._copying)
+        """Inside, work is enqueued that runs beside the copies between the last meeting and the next one, or `join`."""
+        if self._beside is not None and self._met is not None:
+            self._beside.wait_event(self._met)
         with torch.cuda.stream(self._beside):
             yield
             self._has_unjoined_work = True
@@ -139,6 +144,8 @@ class Lane:
         """What follows begins when all ranks have come here, with their copies and the work beside."""
         self.join()
         self._memory.meet(self._channel)
+        if self._copying is not None:
+            self._met = self._copying.record_event()
 
 
 class PeerCopies:
@@ -185,29 +192,33 @@ class PeerCopies:
             self._cut(pieces, numel, chunk) for chunk in _chunks(numel, self._slot_bytes // pieces.dtype.itemsize)
         ]
         with lane.message():
+            self._push(lane.inbox(0), chunks[0])
             for number in range(len(chunks) + 1):
-                if number < len(chunks):
-                    self._push(lane.inbox(number), chunks[number])
                 lane.meet()
+                if number > 0:
+                    self._pull(lane.outbox(number - 1), chunks[number - 1])
+                if number + 1 < len(chunks):
+                    self._push(lane.inbox(number + 1), chunks[number + 1])
                 if number < len(chunks):
                     own = chunks[number][self._rank]
                     with lane.beside():
                         self._reduce(lane.inbox(number), own, [part for _, part in own], reduction)
                         self._show(lane.outbox(number), own)
-                if number > 0:
-                    self._pull(lane.outbox(number - 1), chunks[number - 1])
         return lane.sent(*pieces.tensors)
 
     def reduce_scatter(self, shard: Tensor, pieces: Pieces, reduction: str) -> Sent:
         """`shard` becomes this rank's part of the reduced pieces, with zeros between them."""
         into, lane = shard.view(-1), self._reducing
+        places_of_chunks = [*_chunks(into.numel(), self._slot_bytes // into.itemsize)]
+        chunks = [self._cut(pieces, into.numel(), chunk) for chunk in places_of_chunks]
         with lane.message():
-            for number, chunk in enumerate(_chunks(into.numel(), self._slot_bytes // into.itemsize)):
-                parts = self._cut(pieces, into.numel(), chunk)
-                own = parts[self._rank]
-                places = [slice(chunk.start + place, chunk.start + place + part.numel()) for place, part in own]
-                self._push(lane.inbox(number), parts)
+            self._push(lane.inbox(0), chunks[0])
+            for number, chunk in enumerate(places_of_chunks):
                 lane.meet()
+                if number + 1 < len(chunks):
+                    self._push(lane.inbox(number + 1), chunks[number + 1])
+                own = chunks[number][self._rank]
+                places = [slice(chunk.start + place, chunk.start + place + part.numel()) for place, part in own]
                 with lane.beside():
                     _zero_between(places, into, chunk)
                     self._reduce(lane.inbox(number), own, [into[place] for place in places], reduction)
