@@ -27,6 +27,7 @@ STOCK = {"adamw": "fused", "attention": "sdpa", "capture": "none", "precision": 
 FASTEST = "ours: captured, fused ops, bf16 weights with fp32 masters"
 VARIANTS: dict[str, dict[str, str]] = {
     FASTEST: OURS | {"ops": "fused", "precision": "bf16_master"},
+    "ours: the same, compiled whole": OURS | {"ops": "fused", "precision": "bf16_master", "compile": "model"},
     "ours: captured, fused ops, bf16 autocast": OURS | {"ops": "fused", "precision": "bf16_autocast"},
     "torch.compile": STOCK | {"compile": "model"},
     "torch.compile reduce-overhead": STOCK | {"compile": "none"},  # `built` compiles it

@@ -1,7 +1,7 @@
 """Puts kernels in the place of a graph's memsets.
 
 The driver gives a memset of a graph to a copy engine, one of whose channels may also hold copies to other GPUs: by traces of four
-H100s the first memset behind a message waits for them, 0.6 to 2.7 ms. Other memsets take 12 µs with the gaps around them, a kernel 2.
+H100s the first memset behind a message waits for them, 0.6 to 2.7 ms. Others take 12 µs with the gaps around them, a kernel 2.
 cuBLAS clears 4 bytes before each matmul that it splits, three times a block of a model 1,600 wide (docs/log.md, 2026-11-27).
 
 The graph is edited through the CUDA driver's API (docs.nvidia.com/cuda/cuda-driver-api, Graph Management), whose functions and

@@ -36,7 +36,8 @@ threads, and pass through shared memory."""
 def _update(
     parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, rounded_ptr,
     first, elements, decay_rate, step_size, root_correction2, eps, scale,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr, ROUNDED: tl.constexpr, MASKED: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    ROUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk, in fp32. `decay_rate`: lr weight_decay. `step_size`: lr / (1 - beta1^step). `scale`: the gradient's."""
     index = first + tl.max_contiguous(tl.arange(0, CHUNK), VECTOR)
@@ -70,7 +71,8 @@ def _pointer(address_ptr, like_ptr, ALIGNED: tl.constexpr):
 def adamw_kernel(
     addresses_ptr, chunks_ptr, parameter_ptr, gradient_ptr, moment_ptr, rounded_ptr, step_ptr, lr_ptr, scale_ptr, found_inf_ptr,
     lr, eps, weight_decay,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr,
+    CHUNK: tl.constexpr, VECTOR: tl.constexpr,
     ROUNDED: tl.constexpr, ALIGNED: tl.constexpr, LR_ON_DEVICE: tl.constexpr, SCALED: tl.constexpr, MAY_SKIP: tl.constexpr,
 ):  # fmt: skip
     """The pointers from `parameter_ptr` to `step_ptr` only give their types to the addresses in the table."""

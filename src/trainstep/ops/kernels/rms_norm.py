@@ -1,8 +1,8 @@
 """Kernels of RMSNorm, with the addition of a residual where there is one.
 
-Forward: a program normalises a tile of whole rows. Backward: a program goes through many tiles, reads the next one while it works on
-one, and sums the gradient of the weight over its rows in registers; the sums of all programs, a row of a table each, are then added in a fixed order by a kernel of
-our own: torch's sum over a few hundred rows takes 7 µs, and rounding its result another kernel.
+Forward: a program normalises a tile of whole rows. Backward: a program goes through many tiles, reads the next one while it works
+on one, and sums the gradient of the weight over its rows in registers. The sums of all programs, a row of a table each, are then
+added in a fixed order by a kernel of our own: torch's sum over a few hundred rows takes 7 µs, and rounding it another kernel.
 """
 
 import functools
