@@ -6,6 +6,7 @@ import signal
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from trainstep.cli import app
 from trainstep.config.parsing import build_run
 from trainstep.config.run import RunConfig
 from trainstep.measure.harness.lab import TRIAL_STEPS
+from trainstep.measure.harness.runner import Limits
+from trainstep.measure.harness.sets_plan import FEWEST_SETS
 from trainstep.plan import preset as plan
 from trainstep.plan import trials
 from trainstep.plan.preset import CHANGES, Change, search
@@ -65,6 +68,25 @@ def test_bad_input_is_refused_in_one_sentence(
     assert words in printed.err
     assert printed.err.count("\n") == 1
     assert Path("mine.toml").read_text() == "context = 3\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [("", None), ("--budget-minutes 5", FEWEST_SETS), ("--budget-minutes 5 --processes 20", 20)],
+)
+def test_under_a_budget_a_comparison_takes_the_fewest_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, processes: int | None
+):
+    monkeypatch.chdir(tmp_path)
+    seen: list[int | None] = []
+
+    def run_presets(grid: Any, named: Any, device: str, precisions: Any, bounds: Limits, *_: Any) -> int:
+        seen.append(bounds.processes)
+        return 0
+
+    monkeypatch.setattr("trainstep.cli.running.preset.run_presets", run_presets)
+    assert app.run(["bench", "--device", "cpu", "--preset", "fastest", "--model", "tiny", *options.split()]) == 0
+    assert seen == [processes]
 
 
 def test_every_change_is_an_option_that_exists():

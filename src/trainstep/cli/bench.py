@@ -68,8 +68,8 @@ def bench(
         The precisions that --preset may try, as bf16_autocast,bf16_master; by default only the one of --precision.
     processes
         Fresh processes for each compared variant, which a verdict compares as pairs; by default 12, or as many as fit into a
-        minute, but at least 6, and up to 24 where the machine is noisy. A process takes all --steps if they last under a second,
-        else its share of them.
+        minute, but at least 6, and up to 24 where the machine is noisy; 6 in a preset with --budget-minutes. A process takes all
+        --steps if they last under a second, else its share of them.
     timeout_s
         Seconds after which a cell is killed and recorded as a time-out.
     memory_limit_gib
@@ -77,6 +77,10 @@ def bench(
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     _check_preset(preset, compare, allow_precision, grid)
+    if preset is not None and processes is None and how.budget_minutes is not None:
+        from trainstep.measure.harness.sets_plan import FEWEST_SETS
+
+        processes = FEWEST_SETS  # so that more changes are measured, as in a proof
     bounds = limits(timeout_s, memory_limit_gib, processes=processes, nodes=how.nodes)
     here, device = this_machine(fields.get("device"), forks=not how.dry_run)
     grid = {"model": ["small" if device == "cuda" else "tiny"], **grid}

@@ -10,6 +10,7 @@ from run_records import a_run
 from trainstep.config.script import text_of_changes
 from trainstep.measure.run.changed.script_command import command_of
 from trainstep.measure.run.changed.script_lab import ScriptLab
+from trainstep.plan.trials import Options
 from trainstep.records.facts import Fact
 from trainstep.records.record import Record
 from trainstep.records.store import Store
@@ -296,21 +297,42 @@ def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
 
 def test_as_many_live_at_once_as_have_room(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
-    assert lab._room() == 1
+    workers: Options = {"workers": "2"}
+    assert (lab._room([{}]), lab._room([{}, workers])) == (1, 0), "nothing is known yet"
     lab.first()
     lab._here = dataclasses.replace(lab._here, memory_bytes=10 * 2**30, gpu_memory_bytes=30 * 2**30)
-    assert lab._room() == 4  # half of the memory over 1.1 GiB
+    assert (lab._room([{}]), lab._room([{}, workers])) == (4, 2)  # half of the memory over 1.1 GiB
     [name] = lab._known
     record = lab._known[name]
     on_gpu = dataclasses.replace(record, config={**record.config, "device": "cuda"})
     lab._known[name] = on_gpu
-    assert lab._room() == 1, "nothing says what it takes of the GPU"
+    assert (lab._room([{}]), lab._room([{}, workers])) == (1, 0), "nothing says what it takes of the GPU"
     lab._known[name] = dataclasses.replace(
         on_gpu, facts={**on_gpu.facts, "peak_reserved_bytes": Fact(value=10 * 2**30, unit="bytes")}
     )
-    assert lab._room() == 2  # 11 + 1 GiB each
+    assert (lab._room([{}]), lab._room([{}, workers]), lab._room([{}, workers, {}])) == (2, 1, 0)  # 11 + 1 GiB each
     lab.command = dataclasses.replace(lab.command, ranks=2)
-    assert lab._room() == 1
+    assert (lab._room([{}]), lab._room([{}, workers])) == (1, 0)
+
+
+def test_a_larger_batch_takes_more_of_a_gpu_until_one_has_run(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab.start = {"batch_size": "4"}
+    lab._here = dataclasses.replace(lab._here, gpu_memory_bytes=60 * 2**30)
+    [name] = lab._known
+    held = {"peak_reserved_bytes": Fact(value=10 * 2**30, unit="bytes")}
+    record = lab._known[name]
+    lab._known[name] = dataclasses.replace(
+        record, config={**record.config, "device": "cuda"}, facts={**record.facts, **held}
+    )
+    two, four, ten = ({"batch_size": size} for size in ("8", "16", "40"))
+    groups = lab._groups([(options, "") for options in (lab.start, {}, two, {}, four, ten, {})])
+    # 12 GiB each for the original's batch, 23 for two, 45 for four, 111 for ten of it: which is tried alone all the same
+    assert [[options for options, _ in group] for group in groups] == [[lab.start, {}, two, {}], [four], [ten], [{}]]
+    assert lab._expected_s([lab.start, {}]) < lab._expected_s([lab.start, ten]), "one start, and two"
+    lab._known["another"] = dataclasses.replace(lab._known[name], key=lab.key_of(ten))  # it took 10 GiB, too
+    assert lab._room([ten, lab.start]) == 2
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):

@@ -78,7 +78,7 @@ class ScriptLab(ScriptProcesses):
             left = self._affordable(left, to_come)
             if not left:
                 break
-            together = max(1, self._room() // (1 + len(left)))
+            together = max(1, self._room([self.start, *left]))
             pairs = to_come[:together]
             roles = [role for each in pairs for role in self._lacking(left, each)]
             if self._processes(roles, counts=False) is None:
@@ -113,11 +113,6 @@ class ScriptLab(ScriptProcesses):
             ratios.append(after.samples["step"].values[0] / before.samples["step"].values[0] / self._work(options))
         return ratios
 
-    def _work(self, options: Options) -> float:
-        """Sequences of a step over those of the original: with another batch the time of each is compared."""
-        batch_size = self.start.get("batch_size")
-        return float(int(options["batch_size"]) / int(batch_size)) if batch_size and "batch_size" in options else 1.0
-
     def _of_round(self, options: Options, pair: int, attempt: int) -> Role:
         """A round's process. The original's first trial is no part of a round. [Note: the order]"""
         number = pair if self.changes(options) else pair + 1
@@ -151,7 +146,7 @@ class ScriptLab(ScriptProcesses):
         """The fastest of these, as many as the budget has room for."""
         best = sorted(left, key=lambda options: fmean(self._ratios(options) or [1.0]))
         while best:
-            missing = sum(len(self._lacking(best, each)) for each in rounds)
+            missing = [options for each in rounds for options, _ in self._lacking(best, each)]
             together_s = self.comparison_s({}) if self._may_join(best) else 0.0
             if not missing or not self._is_spent(self._expected_s(missing) + together_s):
                 break
@@ -203,7 +198,7 @@ class ScriptLab(ScriptProcesses):
             return failed
         left = [role for role in roles if self._name(*role) not in self._known]
         in_rounds = self._is_in_rounds(before, after, repeat)
-        if left and (self._dry_run or in_rounds or self._is_spent(self._expected_s(len(left)))):
+        if left and (self._dry_run or in_rounds or self._is_spent(self._expected_s([options for options, _ in left]))):
             # The originals of rounds that are over are no pairs for processes that would run now
             if in_rounds and self._is_futile(after):
                 return _ended(_FUTILE, self._ratios(after)[:_TRIED_PAIRS])

@@ -10,7 +10,6 @@ step of its window (steering.py). A script of several ranks runs alone.
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 import time
@@ -89,7 +88,7 @@ class ScriptProcesses:
 
     def comparison_s(self, _: Options) -> float:
         """About how many seconds a comparison takes."""
-        return self._expected_s(2 * self._pairs)
+        return self._expected_s([self.start] * 2 * self._pairs)
 
     def key_of(self, options: Options) -> str:
         """Tells sets of changes apart, of this script as it is now."""
@@ -109,12 +108,12 @@ class ScriptProcesses:
         """About how many seconds are left: the changes have had their rounds, and the comparison of all together is to come."""
         return self.comparison_s({})
 
-    def _expected_s(self, processes: int) -> float:
-        """About how many seconds these take, as many as have room together."""
-        groups = math.ceil(processes / self._room())
+    def _expected_s(self, processes: Sequence[Options]) -> float:
+        """About how many seconds processes of these options take, as many as have room together."""
+        groups = len(self._groups([(options, "") for options in processes]))
         start_s = self.trial_s({})
         turn_s = median(self._turns_s) if self._turns_s else _TURN_SHARE * start_s
-        return groups * start_s + (processes - groups) * turn_s
+        return groups * start_s + (len(processes) - groups) * turn_s
 
     def _note_time(self, record: Record) -> None:
         if record.samples and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
@@ -139,10 +138,12 @@ class ScriptProcesses:
         None in a dry run, and where the budget has no room for them, if that `counts`.
         """
         missing = [role for role in roles if self._name(*role) not in self._known]
-        if missing and (self._dry_run or (counts and self._is_spent(self._expected_s(len(missing))))):
+        if missing and (
+            self._dry_run or (counts and self._is_spent(self._expected_s([options for options, _ in missing])))
+        ):
             return None
         while missing:
-            together = missing[: self._room()]
+            together = self._groups(missing)[0]  # anew each time, as what has run tells what it takes
             failed = self._run_together(together)
             if len(together) > 1:  # it may be for what the others took: alone it has the whole machine
                 for role in failed:
@@ -182,21 +183,54 @@ class ScriptProcesses:
         self._known[process] = record
         self._note_time(record)
 
-    def _room(self) -> int:
-        """How many processes may live at once, by the memory that the first one took; one before that, and of several ranks.
+    def _groups(self, roles: Sequence[Role]) -> list[list[Role]]:
+        """The roles, in their order, in groups that have room at once."""
+        groups: list[list[Role]] = []
+        for role in roles:
+            if not groups or not self._room([options for options, _ in (*groups[-1], role)]):
+                groups.append([])
+            groups[-1].append(role)
+        return groups
 
-        Half of the machine's memory is left to workers of loaders, which the first one's own does not count.
+    def _room(self, together: Sequence[Options]) -> int:
+        """How many times processes of these options may live at once; 0 where not even once.
+
+        Half of the machine's memory is left to workers of loaders, which a process's own does not count.
         """
-        first = next((record for record in self._known.values() if self._is_ours(record) and not record.failure), None)
-        if first is None or self.command.ranks > 1:
-            return 1
-        rooms = [_MOST_TOGETHER]
-        if resident_bytes := first.fact("peak_rss_bytes"):
-            rooms.append(int(self._here.memory_bytes / 2 // (_ROOM * resident_bytes)))
-        if first.config["device"] == "cuda":
-            total, held = self._here.gpu_memory_bytes, first.fact("peak_reserved_bytes")
-            rooms.append(int(total // (_ROOM * held + _CONTEXT_BYTES)) if total and held else 1)
-        return max(1, min(rooms))
+        if self.command.ranks > 1:
+            return int(len(together) == 1)
+        takes = [self._taken(options) for options in together]
+        if None in takes:  # until the first has ended
+            return int(len(together) == 1)
+        resident_bytes, gpu_bytes = (sum(each) for each in zip(*filter(None, takes), strict=True))
+        rooms = [_MOST_TOGETHER / len(together)]
+        if resident_bytes:
+            rooms.append(self._here.memory_bytes / 2 / resident_bytes)
+        if gpu_bytes:
+            rooms.append((self._here.gpu_memory_bytes or 0) / gpu_bytes)
+        return int(min(rooms))
+
+    def _taken(self, options: Options) -> tuple[float, float] | None:
+        """Bytes of the machine's memory and of the GPU's that such a process is thought to take; None if nobody can say.
+
+        What such a process took, or else what the original took; with a larger batch so many times as much of the GPU.
+        """
+        key, start = self.key_of(options), self.key_of(self.start)
+        ran = [record for record in self._known.values() if self._is_ours(record) and not record.failure]
+        same = next((record for record in ran if record.key == key), None)
+        first = same or next((record for record in ran if record.key == start), None) or next(iter(ran), None)
+        if first is None:
+            return None
+        held = first.fact("peak_reserved_bytes")
+        if first.config["device"] == "cuda" and not (held and self._here.gpu_memory_bytes):
+            return None
+        work = self._work(options) if same is None else 1.0
+        return _ROOM * (first.fact("peak_rss_bytes") or 0), (_ROOM * held * work + _CONTEXT_BYTES) if held else 0.0
+
+    def _work(self, options: Options) -> float:
+        """Sequences of a step over those of the original: with another batch the time of each is compared."""
+        batch_size = self.start.get("batch_size")
+        return float(int(options["batch_size"]) / int(batch_size)) if batch_size and "batch_size" in options else 1.0
 
     def _whole(self, records: Sequence[Record], trouble: str, kind: str, changes: Mapping[str, str]) -> Record:
         """One record of a process: its window's mean step, its losses and facts; or its failure."""
