@@ -33,6 +33,19 @@ def test_plain_values_give_the_same_config():
         ({"ranks": 1, "sync": "torch_ddp"}, "ranks: torch_ddp needs several ranks"),
         ({"compile": "model", "sync": "fsdp"}, "compile: fsdp gathers parameters block by block"),
         ({"window_steps": 0}, "window_steps: must be"),
+        (
+            {"recompute_budget_gib": 1, "sync": "torch_fsdp2"},
+            "recompute_budget_gib: torch_fsdp2 is torch's and does not show",
+        ),
+        (
+            {"recompute_budget_gib": 1, "sync": "fsdp", "recompute": "block"},
+            "recompute: is chosen by recompute_budget_gib",
+        ),
+        (
+            {"recompute_budget_gib": 1, "update": "in_backward", "adamw": "trainstep"},
+            "recompute_budget_gib: its measured backward must not update weights",
+        ),
+        ({"recompute_budget_gib": 1, "compile": "model"}, "recompute_budget_gib: chooses by block"),
         ({"inspect": False, "keep_trace": "t"}, "keep_trace: only an inspected step has a trace"),
         ({"ahead": 3}, "ahead: must be 0, 1 or 2"),
         ({"context": 0}, "context: must be"),

@@ -424,6 +424,24 @@ def cast_afterwards(ranks: Ranks) -> list[str]:
     return sentences
 
 
+def block_alone(ranks: Ranks) -> tuple[Tensor, bool]:
+    """The gradient of a whole weight, of a block that runs by its `forward` alone, and whether all units are sharded after that."""
+    sync = FSDP(stack(), ranks)
+    block, sent = sync.module.blocks[1], sync.traffic.messages["reduce_scatter"]
+    with sync.whole(block):
+        (gradient,) = torch.autograd.grad(block.forward(data()).sum(), [block.up.weight])
+    sharded = all(unit.state is UnitState.SHARDED for unit in sync.units)
+    return gradient, sharded and sync.traffic.messages["reduce_scatter"] == sent
+
+
+def test_a_block_is_whole_for_a_run_of_its_own():
+    block = stack().blocks[1]
+    (expected,) = torch.autograd.grad(block(data()).sum(), [block.up.weight])
+    for gradient, nothing_left in run_ranks(2, block_alone):
+        assert nothing_left
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
+
+
 def test_casting_after_wrapping_is_refused_by_name():
     for sentences in run_ranks(2, cast_afterwards):
         assert all(sentence.startswith("stem.weight: is no longer the piece") for sentence in sentences)

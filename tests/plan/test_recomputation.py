@@ -1,12 +1,23 @@
 """The choice of what to recompute, against every other choice of small models."""
 
+import dataclasses
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainstep.plan.recomputation import MODES, BlockCost, BudgetTooSmall, Choice, StepCost, choice_of, choose, curve
+from trainstep.plan.recomputation import (
+    MODES,
+    BlockCost,
+    BudgetTooSmall,
+    Choice,
+    StepCost,
+    choice_of,
+    choose,
+    curve,
+    slowest_and_largest,
+)
 
 SIZES = st.integers(0, 50)
 
@@ -27,10 +38,10 @@ def blocks(draw: st.DrawFn) -> BlockCost:
 
 
 @st.composite
-def steps(draw: st.DrawFn, most: int = 5) -> StepCost:
+def steps(draw: st.DrawFn, most: int = 5, least: int = 1) -> StepCost:
     kinds = draw(st.lists(blocks(), min_size=1, max_size=2))
     return StepCost(
-        blocks=draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most)),
+        blocks=draw(st.lists(st.sampled_from(kinds), min_size=least, max_size=most)),
         held_bytes=draw(SIZES),
         head_bytes=draw(SIZES),
         after_head_bytes=draw(SIZES),
@@ -129,6 +140,33 @@ def test_the_lowest_peak_is_that_of_chains_of_the_root():
     with pytest.raises(BudgetTooSmall) as refusal:
         choose(alike(64), 40)
     assert refusal.value.minimum == lowest
+
+
+@given(st.integers(1, 4).flatmap(lambda count: st.lists(of_count(count), min_size=1, max_size=3)), st.integers(0, 800))
+def test_what_fits_on_the_largest_rank_fits_on_all(of_ranks: list[StepCost], budget: int):
+    """And it takes as long as on the slowest, block by block, so no choice is faster on any rank than together."""
+    together = slowest_and_largest(of_ranks)
+    choice = chosen(together, budget)
+    for step in of_ranks:
+        if choice is not None:
+            alone = choice_of(step, choice.modes, choice.chains)
+            assert alone.peak_bytes <= choice.peak_bytes <= budget
+            assert alone.added_s <= choice.added_s
+        elif len(of_ranks) == 1:
+            assert chosen(step, budget) is None
+
+
+def of_count(count: int) -> st.SearchStrategy[StepCost]:
+    return steps(most=count, least=count)
+
+
+def test_blocks_that_may_not_chain_form_no_chains():
+    step = alike(64)
+    apart = dataclasses.replace(step, may_chain=False)
+    assert any(choice.chains for choice in curve(step))
+    assert not any(choice.chains for choice in curve(apart))
+    with pytest.raises(BudgetTooSmall):
+        choose(apart, curve(apart)[0].peak_bytes - 1)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def parallel(
 
         trainstep parallel --device cpu --model mini --ranks 4 --sync none,sharded,sharded_flat,fsdp --keep-trace traces
 
+        trainstep parallel --model xl --ranks 2 --sync bucketed,fsdp --recompute-budget-gib 60
+
         srun --nodes 2 --ntasks-per-node 1 trainstep parallel --model xl --nodes 1,2 --ranks 8 --sync none,bucketed,fsdp
 
     Parameters

@@ -173,6 +173,11 @@ class RanksConfig:
             raise ValueError(
                 f"update: {sync.name} updates after_backward alone; take that, or sync {able.replace(', ', ' or ')}"
             )
+        if run.recompute_budget_gib is not None and sync.strategy.counterpart is not None:
+            raise ValueError(
+                f"recompute_budget_gib: {sync.name} is torch's and does not show what it gathers and sends; take sync "
+                f"{sync.strategy.counterpart}, or give recompute"
+            )
         if not sync.keeps_gradient_dtype and run.adamw != "trainstep":
             raise ValueError(f"adamw: {run.adamw} takes gradients in the parameters' dtype alone; take trainstep")
 
@@ -194,7 +199,7 @@ class ParallelConfig(RanksConfig):
     ranks: int = described("processes, each with a GPU of its own where there are GPUs", 2)
     nodes: int = described(NODES_HELP, 1)
     sync: SyncConfig = part(SyncConfig())
-    run: RankRunConfig = part(without=("mode", "sync", "cold_compile", "nvtx", "recompute_budget_gib"))
+    run: RankRunConfig = part(without=("mode", "sync", "cold_compile", "nvtx"))
     window_steps: int = described(
         "steps in a window, which is timed as a whole, so that work that runs into the next step counts; all windows together have "
         "as many steps as are timed singly, and each turn has at least one window",

@@ -72,7 +72,8 @@ class RunConfig:
         "with recompute selective: so many blocks, the first, keep only what narrow keeps", 0
     )
     recompute_budget_gib: float | None = described(
-        "choose, from measured bytes and times of this model's blocks, the least recomputation whose step fits into this many GiB",
+        "choose, from measured bytes and times of this model's blocks, the least recomputation whose step fits into this many GiB; "
+        "ranks that exchange messages choose the same",
         None,
     )
     capture: str = described(

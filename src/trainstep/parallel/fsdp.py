@@ -13,6 +13,7 @@ once per step; keeping parameters gathered after forward saves one of the two ga
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -194,6 +195,17 @@ class FSDP(HookedGradients):
         for a shape that is not the module's.
         """
         return load_whole(self.module, self._own_state(), self.units, state, strict=strict)
+
+    @contextmanager
+    def whole(self, part: nn.Module) -> Iterator[None]:
+        """Inside, the parameters of a part are whole, to run it by its `forward` alone. A collective: all ranks must enter it."""
+        parameters = set(part.parameters())
+        units = [unit for unit in self.units if not parameters.isdisjoint(unit.parameters)]
+        for unit in units:
+            unit.wait_for_unshard()
+        yield
+        for unit in units:
+            unit.reshard()
 
     def held_tensors(self) -> HeldTensors:
         """Shards of parameters and gathered parameters; whole gradients that wait to be sent (micro-batches' under no_sync()),

@@ -10,7 +10,7 @@ has it, the others' zeros count in the average.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -158,6 +158,10 @@ class HookedGradients(ModuleWrapper, ABC):
         self._membership.check()
         self._finish()
         self.collectives.count_step()
+
+    def whole(self, _part: nn.Module) -> AbstractContextManager[None]:
+        """Inside, a part's parameters are whole outside of a pass. Every rank must enter it; only FSDP has something to do."""
+        return nullcontext()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

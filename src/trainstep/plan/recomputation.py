@@ -67,6 +67,8 @@ class StepCost:
     """Left of that during the blocks' backward: the head's gradients."""
     optimizer_bytes: int = 0
     """Everything held at the peak of the optimizer."""
+    may_chain: bool = True
+    """Whether blocks may form chains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,32 @@ class BudgetTooSmall(ValueError):
             f"recompute_budget_gib: {budget_bytes / 2**30:.3g} GiB are less than the {minimum.peak_bytes / 2**30:.3g} GiB that "
             f"this step needs when it recomputes all it can; {_REMEDIES[minimum.moment]}"
         )
+
+
+def slowest_and_largest(steps: Sequence[StepCost]) -> StepCost:
+    """What one step costs at most on any of several ranks, block by block, each byte and each second for itself.
+
+    A choice that fits these bytes fits on every rank, and a step takes as long as on the slowest rank.
+    """
+    return StepCost(
+        blocks=[_most_of_blocks(blocks) for blocks in zip(*(step.blocks for step in steps), strict=True)],
+        held_bytes=max(step.held_bytes for step in steps),
+        head_bytes=max(step.head_bytes for step in steps),
+        after_head_bytes=max(step.after_head_bytes for step in steps),
+        optimizer_bytes=max(step.optimizer_bytes for step in steps),
+        may_chain=all(step.may_chain for step in steps),
+    )
+
+
+def _most_of_blocks(blocks: Sequence[BlockCost]) -> BlockCost:
+    modes = blocks[0].kept_bytes
+    return BlockCost(
+        kept_bytes={mode: max(block.kept_bytes[mode] for block in blocks) for mode in modes},
+        backward_bytes={mode: max(block.backward_bytes[mode] for block in blocks) for mode in modes},
+        added_s={mode: max(block.added_s[mode] for block in blocks) for mode in modes},
+        forward_s=max(block.forward_s for block in blocks),
+        gradients_bytes=max(block.gradients_bytes for block in blocks),
+    )
 
 
 def choose(step: StepCost, budget_bytes: int) -> Choice:
@@ -231,7 +259,7 @@ def _grid(step: StepCost) -> int:
 
 def _chained(step: StepCost) -> list[Choice]:
     """Every block recomputed, in each number of chains of about equal length."""
-    count = len(step.blocks)
+    count = len(step.blocks) if step.may_chain else 0
     return [choice_of(step, ["block"] * count, _sizes(count, chains)) for chains in range(1, count)]
 
 

@@ -252,7 +252,7 @@ _LOSSES = {
 TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "train_step": _RECOMPUTATION | _LOSSES,
     "collective": _COLLECTIVE,
-    "parallel": _PARALLEL | _LOSSES,
+    "parallel": _PARALLEL | _RECOMPUTATION | _LOSSES,
     "memory": _MEMORY,
     "profile": _PROFILE | _RECOMPUTATION | _LOSSES,
     "numerics": _NUMERICS,

@@ -9,6 +9,8 @@ A record holds what a record of `train_step` holds, from rank 0 except `step`, a
 samples  window_step [s]: for each window, seconds a step. It and `step` are the slowest rank's; all ranks' are in the table `ranks`
 facts    those under "Several ranks" in records/facts.py; `tokens` are all ranks', `model_flops` one rank's
 tables   what is sent, held and traced (records/tables.py), counted and by formula
+
+The recomputation for a budget is the same on all ranks (measure/step/budget_ranks.py), and so are its facts and tables.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Counts the bytes that tensors hold now and held at most: on a GPU by the allocator, on a CPU by the storages of operators."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -23,12 +23,15 @@ class LiveBytes(Protocol):
 
 
 @contextmanager
-def live_bytes(device: torch.device) -> Iterator[LiveBytes]:
-    """Count inside the block. Compiled code makes its tensors past the dispatcher: on a CPU run it uncompiled."""
+def live_bytes(device: torch.device, resized: Sequence[Tensor] = ()) -> Iterator[LiveBytes]:
+    """Count inside the block. Compiled code makes its tensors past the dispatcher: on a CPU run it uncompiled.
+
+    `resized`: tensors that are there and whose storage is freed and allocated again, which no operator does.
+    """
     if device.type == "cuda":
         yield _Allocator(device)
         return
-    with _Storages() as storages:
+    with _Storages(resized) as storages:
         yield storages
 
 
@@ -66,10 +69,12 @@ class _Allocator:
 class _Storages(TorchDispatchMode):
     """Sums up the storages that operators return, until they are freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, resized: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         """Id of a storage -> the storage and its bytes."""
+        self._resized = [x.untyped_storage() for x in resized]
+        self._before = self._resized_bytes()
         self._now = self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,6 +83,8 @@ class _Storages(TorchDispatchMode):
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor):
                 self._note(leaf, given)
+        if self._resized:
+            self._peak = max(self._peak, self.now())
         return results
 
     def _note(self, tensor: Tensor, given: set[int]) -> None:
@@ -88,16 +95,19 @@ class _Storages(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), nbytes
         self._now += nbytes
-        self._peak = max(self._peak, self._now)
+        self._peak = max(self._peak, self.now())
 
     def _forget(self, key: int) -> None:
         self._now -= self._alive.pop(key)[1]
 
+    def _resized_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._resized)
+
     def now(self) -> int:
-        return self._now
+        return self._now + self._resized_bytes() - self._before
 
     def peak(self) -> int:
         return self._peak
 
     def begin_peak(self) -> None:
-        self._peak = self._now
+        self._peak = self.now()

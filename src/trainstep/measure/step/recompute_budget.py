@@ -5,7 +5,8 @@
 
 1. The optimizer's state is made, so that it has memory of its own: made after the first step's forward, it would lie between what
    that left, and the next step's tensors would not find room as large as theirs was.
-2. A forward and backward of the first micro-batch, every block recomputed: the bytes before the blocks, at the head, and behind it.
+2. A forward and backward of the first micro-batch, every block recomputed: the bytes before the blocks, at the head, behind it, and
+   what is left for the optimizer.
 3. Each kind of block alone (blocks with equal parameters and inputs are one kind), in each mode: the bytes that it keeps, the most
    that its backward holds, and the time of both passes, in rounds over the modes.
 4. plan/recomputation.py chooses.
@@ -13,12 +14,16 @@
    of memory of its own, as a graph has. What they held more or less than predicted, the next choice may hold less or more. On a GPU
    a choice that reserved more also fits if the same passes end that may not reserve more.
 
+On several ranks every pass sends the messages of a step, so what a strategy gathers and sends is among the bytes. All ranks choose
+the same, from the largest bytes and the longest times of any (budget_ranks.py). A rank that runs out of memory within such a pass
+ends the run, because the others wait for its messages; so no pass is tried there that may not reserve more.
+
 Nothing of this changes a weight, a buffer, a gradient or the random numbers, so losses stay those of a run without a budget. Bytes
 are the allocator's: on a GPU those that it reserves, on a CPU (which keeps no count) those of the tensors that operators make.
 On a CPU compiled blocks are measured uncompiled. With capture on a GPU, times are the device's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,18 +31,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.measure.step.live_bytes import live_bytes, lone_pool
-from trainstep.measure.step.lone_block import BlockNote, autocast_of, block_cost, note_block, with_gradients
-from trainstep.plan.recomputation import MODES, BlockCost, BudgetTooSmall, Choice, StepCost, choose, curve, lowest
+from trainstep.measure.step.budget_passes import (
+    base_bytes,
+    clear_gradients,
+    last_micro_batch,
+    live_bytes_of,
+    update_bytes,
+)
+from trainstep.measure.step.budget_ranks import agreed_cost, check_kinds, largest_bytes
+from trainstep.measure.step.live_bytes import lone_pool
+from trainstep.measure.step.lone_block import BlockNote, block_cost, note_block, with_gradients
+from trainstep.parallel.gradient_sync import HookedGradients, ReplicatedGradients
+from trainstep.parallel.sharded_flat import ShardedGradients
+from trainstep.plan.recomputation import (
+    MODES,
+    BlockCost,
+    BudgetTooSmall,
+    Choice,
+    StepCost,
+    choice_of,
+    choose,
+    curve,
+    lowest,
+)
 from trainstep.records.facts import Fact, facts_of
 from trainstep.training.batches import Batch
 from trainstep.training.block_chain import chain_blocks
 from trainstep.training.build import Assembly
-from trainstep.training.optimizer import MasterWeights, make_state
+from trainstep.training.optimizer import make_state
 from trainstep.training.recompute import RecomputedForward
 
-_LOSS_BYTES = {"cpu": 4, "cuda": 512}
-"""Bytes of the loss of earlier micro-batches: a GPU's allocator gives out multiples of 512."""
 _TRIES = 4
 """Times that a choice is made, each with less than the one before has exceeded the budget by."""
 
@@ -95,7 +118,10 @@ def choice_words(choice: Choice) -> str:
 
 
 def fit_budget(assembly: Assembly) -> Recomputation:
-    """Set the modes with the least added time whose step fits into the run's recompute_budget_gib. Raises BudgetTooSmall."""
+    """Set the modes with the least added time whose step fits into the run's recompute_budget_gib. Raises BudgetTooSmall.
+
+    On several ranks all must call it, and all get the same choice or the same error.
+    """
     assert assembly.run.recompute_budget_gib is not None
     budget_bytes = int(assembly.run.recompute_budget_gib * 2**30)
     with _without_effects(assembly), _uncompiled_on_cpu(assembly), _on_stream(assembly):
@@ -105,9 +131,10 @@ def fit_budget(assembly: Assembly) -> Recomputation:
         moments = _pass_with_notes(assembly, batch)
         notes = moments.notes
         kinds = [list(dict.fromkeys(note.kind for note in notes)).index(note.kind) for note in notes]
+        check_kinds(assembly.ranks, kinds, len(assembly.recomputed))
         firsts = [kinds.index(kind) for kind in sorted(set(kinds))]
-        costs = [block_cost(assembly, assembly.recomputed[first], notes[first]) for first in firsts]
-        step = _step_cost(assembly, moments, [costs[kind] for kind in kinds])
+        costs = [_cost_of(assembly, assembly.recomputed[first], notes[first]) for first in firsts]
+        step = agreed_cost(assembly.ranks, _step_cost(assembly, moments, [costs[kind] for kind in kinds]))
         for note in notes:
             note.inputs = None
         choice, measured_bytes = _verified(assembly, batch, step, budget_bytes)
@@ -117,9 +144,10 @@ def fit_budget(assembly: Assembly) -> Recomputation:
 def _verified(assembly: Assembly, batch: Batch, step: StepCost, budget_bytes: int) -> tuple[Choice, int]:
     """Choose, and run a step with the choice. What it held more or less than predicted, the next choice may hold less or more.
 
-    The fastest choice that held at most the budget, and what it held. Raises BudgetTooSmall if none did.
+    The fastest choice that held at most the budget, and what it held. Raises BudgetTooSmall if none did. Of
+    several ranks the one that held most counts.
     """
-    tried: dict[Choice, int] = {}
+    ranks, tried = assembly.ranks, dict[Choice, int]()
     most_bytes = budget_bytes
     for _ in range(_TRIES):
         try:
@@ -129,10 +157,11 @@ def _verified(assembly: Assembly, batch: Batch, step: StepCost, budget_bytes: in
         if choice in tried:
             break
         set_choice(assembly.recomputed, choice)
-        tried[choice] = max(_peak_bytes(assembly, batch), step.optimizer_bytes)
+        tried[choice] = max(largest_bytes(ranks, _peak_bytes(assembly, batch)), step.optimizer_bytes)
         most_bytes = budget_bytes + choice.peak_bytes - tried[choice]
-        if tried[choice] > budget_bytes >= step.optimizer_bytes:
-            tried[choice] = max(_peak_within(assembly, batch, budget_bytes) or tried[choice], step.optimizer_bytes)
+        if tried[choice] > budget_bytes >= step.optimizer_bytes and assembly.step.gradient_sync is None:
+            within_bytes = largest_bytes(ranks, _peak_within(assembly, batch, budget_bytes) or tried[choice])
+            tried[choice] = max(within_bytes, step.optimizer_bytes)
             if tried[choice] <= budget_bytes:  # what recomputes more would only be slower
                 break
     fitting = [choice for choice, held in tried.items() if held <= budget_bytes]
@@ -163,24 +192,26 @@ def set_choice(blocks: Sequence[RecomputedForward], choice: Choice) -> None:
 
 @dataclass(kw_only=True)
 class _Moments:
-    """Bytes at moments of a pass with every block recomputed."""
+    """Bytes at moments of a pass with every block recomputed. Gradients of earlier micro-batches are there, if a step has some."""
 
-    began: int = 0
     before_blocks: int = 0
     """Without the first block's input, which is among what that block keeps."""
     head_peak: int = 0
     after_head: int = 0
+    backward_peak: int = 0
+    """Behind the head, to the end of gradient synchronisation."""
+    after_backward: int = 0
+    """With the gradients that the optimizer will read."""
     notes: list[BlockNote] = field(default_factory=list)
 
 
 def _pass_with_notes(assembly: Assembly, batch: Batch) -> _Moments:
-    """Run forward and backward of a micro-batch with every block recomputed."""
+    """Run forward and backward of the last micro-batch with every block recomputed."""
     moments, recomputed = _Moments(), assembly.recomputed
     for block in recomputed:
         block.mode, block.chain = "block", None
     with ExitStack() as stack:
-        live = stack.enter_context(live_bytes(assembly.device))
-        moments.began = live.now()
+        live = stack.enter_context(live_bytes_of(assembly))
 
         def enter(block: Any, inputs: Any, named: Any) -> None:
             if not moments.notes:
@@ -197,31 +228,53 @@ def _pass_with_notes(assembly: Assembly, batch: Batch) -> _Moments:
                 not moments.head_peak
             ):  # of several outputs the first: the others' gradients come from within the block too
                 moments.head_peak, moments.after_head = live.peak(), live.now()
+                live.begin_peak()
 
-        for block in recomputed:
-            stack.callback(block.block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-        stack.callback(recomputed[-1].block.register_forward_hook(leave).remove)
-        _forward_backward(assembly, batch)
-    if len(moments.notes) != len(recomputed):
-        raise ValueError(
-            f"recompute_budget_gib: a forward runs {len(moments.notes)} blocks and the model has {len(recomputed)}; use recompute"
-        )
+        def begin() -> None:
+            for block in recomputed:
+                stack.callback(block.block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(recomputed[-1].block.register_forward_hook(leave).remove)
+
+        def end() -> None:
+            moments.backward_peak, moments.after_backward = live.peak(), live.now()
+
+        last_micro_batch(assembly, batch, begin, end)
     return moments
+
+
+def _cost_of(assembly: Assembly, forward: RecomputedForward, note: BlockNote) -> BlockCost:
+    """What a block costs alone, with the part of its gradients that a strategy leaves on this rank."""
+    sync: object = assembly.step.gradient_sync
+    if not isinstance(sync, HookedGradients):
+        return block_cost(assembly, forward, note)
+    with sync.whole(forward.block):
+        cost = block_cost(assembly, forward, note)
+    if sync.held_tensors().buckets:  # which are there already
+        return replace(cost, gradients_bytes=0)
+    parts = 1 if isinstance(sync, ReplicatedGradients) else sync.groups.shards.ranks.world_size
+    return replace(cost, gradients_bytes=-(-cost.gradients_bytes // parts))
 
 
 def _step_cost(assembly: Assembly, moments: _Moments, blocks: Sequence[BlockCost]) -> StepCost:
     """What the step costs with these blocks, by the moments of the pass in which each kept its input."""
-    base = 0 if assembly.device.type == "cuda" else _module_bytes(assembly)
-    gradients = sum(x.nbytes for x in _trained(assembly))
-    earlier = gradients + _LOSS_BYTES[assembly.device.type] if assembly.run.accumulation > 1 else 0  # and a loss
+    base = base_bytes(assembly)
+    sync: object = assembly.step.gradient_sync
     after_blocks = moments.before_blocks + sum(block.kept_bytes["block"] for block in blocks)
-    return StepCost(
+    step = StepCost(
         blocks=blocks,
-        held_bytes=base + moments.before_blocks + earlier,
+        held_bytes=base + moments.before_blocks,
         head_bytes=max(0, moments.head_peak - after_blocks),
         after_head_bytes=max(0, moments.after_head - after_blocks),
-        optimizer_bytes=base + moments.began + gradients + _update_bytes(assembly),
+        optimizer_bytes=base + moments.after_backward + update_bytes(assembly),
+        # What a chain runs again would need parameters that fsdp has freed.
+        may_chain=not isinstance(sync, HookedGradients) or isinstance(sync, ReplicatedGradients | ShardedGradients),
     )
+    if sync is None:
+        return step
+    # Beside its blocks a backward holds what it gathers and sends, which no block alone shows.
+    alone = choice_of(replace(step, head_bytes=0, optimizer_bytes=0), ["block"] * len(blocks))
+    messages_bytes = max(0, base + moments.backward_peak - alone.peak_bytes)
+    return replace(step, after_head_bytes=step.after_head_bytes + messages_bytes)
 
 
 # The chosen step, and what is not there yet ---------------------------------------------------------------------------------------
@@ -230,9 +283,10 @@ def _step_cost(assembly: Assembly, moments: _Moments, blocks: Sequence[BlockCost
 def _peak_bytes(assembly: Assembly, batch: Batch) -> int:
     """The most that forward and backward hold; on a GPU what two of them reserve, the second on what the first left."""
     if assembly.device.type != "cuda":
-        with live_bytes(assembly.device) as live:
-            _last_micro_batch(assembly, batch, live.begin_peak)
-            return _module_bytes(assembly) + live.peak()
+        base = base_bytes(assembly)
+        with live_bytes_of(assembly) as live:
+            last_micro_batch(assembly, batch, live.begin_peak)
+            return base + live.peak()
     found = _reserved_bytes(assembly, batch)
     return torch.cuda.get_device_properties(assembly.device).total_memory if found is None else found
 
@@ -254,17 +308,19 @@ def _reserved_bytes(assembly: Assembly, batch: Batch) -> int | None:
     torch.cuda.reset_peak_memory_stats(assembly.device)
     try:
         for _ in range(2):
-            _last_micro_batch(assembly, batch)
+            last_micro_batch(assembly, batch)
         torch.cuda.synchronize()
         if assembly.captured is not None:
             torch.cuda.empty_cache()  # as before each capture
             with lone_pool(assembly.device):
                 inputs = {name: x.clone() for name, x in batch.items()}
-                _last_micro_batch(assembly, inputs)
+                last_micro_batch(assembly, inputs)
                 del inputs
         return torch.cuda.max_memory_reserved(assembly.device)
     except torch.OutOfMemoryError:
-        assembly.step.clear_gradients()
+        if assembly.step.gradient_sync is not None:  # the other ranks wait for the messages of the rest of this pass
+            raise
+        clear_gradients(assembly)
         return None
 
 
@@ -272,50 +328,6 @@ def _reserve_at_most(budget_bytes: int, device: torch.device) -> None:
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     # By its number: torch refuses a device "cuda" without one here
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), device.index)
-
-
-def _last_micro_batch(assembly: Assembly, batch: Batch, begin: Callable[[], None] = lambda: None) -> None:
-    """Run forward and backward, which find gradients and a loss if the step has several micro-batches. `begin` is called before."""
-    if assembly.run.accumulation > 1:
-        earlier = _forward_backward(assembly, batch, clear=False)  # noqa: F841
-    begin()
-    _forward_backward(assembly, batch)
-
-
-def _forward_backward(assembly: Assembly, batch: Batch, *, clear: bool = True) -> Tensor:
-    with autocast_of(assembly):
-        output = assembly.step.module(**batch)
-    loss = output if isinstance(output, Tensor) else output.loss
-    loss.backward()
-    loss = loss.detach()
-    del output
-    if clear:
-        assembly.step.clear_gradients()
-    return loss
-
-
-def _trained(assembly: Assembly) -> list[Tensor]:
-    return [x for x in assembly.module.parameters() if x.requires_grad]
-
-
-def _module_bytes(assembly: Assembly) -> int:
-    """Weights, buffers and what the optimizer has from the start."""
-    optimizer = assembly.step.optimizer
-    states = optimizer.state.values() if optimizer is not None else ()
-    state = [x for values in states for x in values.values() if isinstance(x, Tensor)]
-    tensors = [*assembly.module.parameters(), *assembly.module.buffers(), *state]
-    return sum({id(x): x.nbytes for x in tensors}.values())
-
-
-def _update_bytes(assembly: Assembly) -> int:
-    """Temporary tensors of the update: roots of all second moments or of one; fp32 gradients for masters that are not ours."""
-    optimizer, adamw = assembly.step.optimizer, assembly.run.adamw
-    if optimizer is None:
-        return 0
-    masters = isinstance(optimizer, MasterWeights)
-    sizes = [x.numel() * (4 if masters else x.element_size()) for x in _trained(assembly)]
-    roots = {"foreach": sum(sizes), "loop": 3 * max(sizes, default=0)}.get(adamw, 0)
-    return roots + (sum(sizes) if masters and adamw != "trainstep" else 0)
 
 
 @contextmanager

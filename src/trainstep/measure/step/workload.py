@@ -62,20 +62,15 @@ WORKLOAD = TrainStepWorkload()
 def prepare_step(run: RunConfig, stage: Stage, device: torch.device | None = None) -> "TrainStepMeasurement":
     """Open the device, by default the first of `run.device`, build the step and warm it up."""
     opened = open_device(device or torch.device(run.device), Stages(stage))
-    built = opened.build(lambda: build_step(run))
-    if run.recompute_budget_gib is None:
-        return warm_up(built)
-    opened.stages.enter("recompute")
-    with built.names_out_of_memory():
-        try:
-            recomputation = fit_budget(built.assembly)
-        except BudgetTooSmall as error:
-            raise CellFailed(Failure(kind="unsupported", phase="recompute", message=str(error))) from None
-    return warm_up(built, recomputation)
+    return warm_up(opened.build(lambda: build_step(run)))
 
 
-def warm_up(built: BuiltStep, recomputation: Recomputation | None = None) -> "TrainStepMeasurement":
-    """Run the warm-up steps; their times are kept apart. Raises CellFailed if the step should be captured and cannot be."""
+def warm_up(built: BuiltStep) -> "TrainStepMeasurement":
+    """Choose the recomputation for the run's budget, if it has one, and run the warm-up steps; their times are kept apart.
+
+    Raises CellFailed if nothing fits the budget, or if the step should be captured and cannot be.
+    """
+    recomputation = _recomputation(built)
     timer, stages, count = StepTimer(built), built.opened.stages, built.assembly.run.warmups
     warmups, losses = [], []
     with built.names_out_of_memory():
@@ -92,6 +87,17 @@ def warm_up(built: BuiltStep, recomputation: Recomputation | None = None) -> "Tr
             built.opened.memory.start()
         stages.enter("steps")
     return TrainStepMeasurement(built, timer, warmups, losses, recomputation)
+
+
+def _recomputation(built: BuiltStep) -> Recomputation | None:
+    if built.assembly.run.recompute_budget_gib is None:
+        return None
+    built.opened.stages.enter("recompute")
+    with built.names_out_of_memory():
+        try:
+            return fit_budget(built.assembly)
+        except BudgetTooSmall as error:
+            raise CellFailed(Failure(kind="unsupported", phase="recompute", message=str(error))) from None
 
 
 class TrainStepMeasurement:
