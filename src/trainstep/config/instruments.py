@@ -98,7 +98,10 @@ _ROWS = (
         ),
         always={"config": ("ranks", "sync", "bucket_mib", "device")},
         tables="trainstep.report.parallel.tables:parallel_tables",
-        sections=("trainstep.report.parallel.page:parallel_sections",),
+        sections=(
+            "trainstep.report.parallel.page:parallel_sections",
+            "trainstep.report.step.recomputation:recomputation_sections",
+        ),
         held_to="collective",
         own_words=frozenset({"spread", "ratios"}),
     ),

@@ -8,6 +8,7 @@ import pytest
 from record_maker import ENVIRONMENT, a_record, seconds
 from trainstep.config.parsing import build_config, config_hash, to_plain
 from trainstep.records.record import Fact, Failure, Record, Samples
+from trainstep.report.answers import answers
 from trainstep.report.kit.rows import Row, rows_of
 from trainstep.report.kit.tables import Table, all_tables
 from trainstep.report.kit.terminal import plain
@@ -307,3 +308,45 @@ def test_the_page_has_its_charts():
     for words in ("Time of a step by strategy", "Time of a step by bucket size", "What a rank holds by strategy"):
         assert words in text
     assert "Parallel training step: small on NVIDIA H200" in text
+
+
+CHOICE = {
+    "recompute_choice": ("4 none, 8 selective", ""),
+    "recompute_peak_bytes": (20.0 * GIB, "bytes"),
+    "recompute_measured_peak_bytes": (20.5 * GIB, "bytes"),
+    "recompute_added_s": (0.0125, "s"),
+}
+CURVE = {
+    "peak_bytes": [20 * GIB, 30 * GIB],
+    "added_s": [0.0125, 0.0],
+    "none": [4, 12],
+    "selective": [8, 0],
+    "narrow": [0, 0],
+    "block": [0, 0],
+    "chains": [0, 0],
+    "chosen": [True, False],
+}
+
+
+def within_a_budget(sync: str) -> Record:
+    record = cell(sync, facts=CHOICE, recompute_budget_gib=21.0)
+    return dataclasses.replace(record, tables={**record.tables, "recompute_curve": CURVE})
+
+
+def test_the_recomputation_for_a_budget_is_in_the_tables_the_answer_and_the_page():
+    cells = rows(within_a_budget("bucketed"), within_a_budget("sharded_flat"))
+    curve = next(table for table in all_tables(cells) if table.title.startswith("Recomputation"))
+    assert [[entry.text for entry in row[2:]] for row in curve.entries] == [
+        ["bucketed", "20.0", "12.50", "4", "8", "0", "0", "chosen"],
+        ["bucketed", "30.0", "0", "12", "0", "0", "0", ""],
+        ["sharded_flat", "20.0", "12.50", "4", "8", "0", "0", "chosen"],
+        ["sharded_flat", "30.0", "0", "12", "0", "0", "0", ""],
+    ]
+    sentence = "Within 21 GiB the blocks recompute: 4 none, 8 selective."
+    [answer] = answers(cells)
+    assert answer.verdict.count(sentence) == 1  # the fastest one's
+    section = next(section for section in sections(cells) if section.title == "Recomputation within a budget")
+    assert [text.partition(sentence)[0] for text in section.paragraphs] == [
+        "small 256 bucketed: ",
+        "small 256 sharded_flat: ",
+    ]

@@ -32,6 +32,7 @@ from trainstep.report.kit.rows import Row, grouped
 from trainstep.report.parallel.collectives import fit_of, series_of, size_words, transport_words
 from trainstep.report.parallel.links import level_words, slowest_words
 from trainstep.report.parallel.tables import StrategyRow, strategies_of
+from trainstep.report.step.recomputation import chosen_sentence
 from trainstep.traces.verdict import LAUNCH_BOUND, step_limit
 
 _STEP, _WINDOW = "step", "window_step"
@@ -58,7 +59,8 @@ def parallel_answer(rows: Sequence[Row]) -> Answer | None:
         first = strategies_by_row[id(ranking.first)]
         words = ranking_words(ranking, per=" a step", name=lambda row: strategies_by_row[id(row)].name)  # noqa: B023
         prefix = f"{place}: " if len(by_place) > 1 else ""
-        verdicts.append(f"{prefix}{words}{_cost(first)}")
+        chosen = chosen_sentence(first.record)
+        verdicts.append(f"{prefix}{words}{_cost(first)}{f' {chosen}' if chosen else ''}")
         suggestions.append(
             " ".join(filter(None, (_more_pairs(ranking), _next_try(ranking, first, communicating, strategies_by_row))))
         )

@@ -15,6 +15,7 @@ from trainstep.report.kit.forms import ABSENT, COUNT, MS, MS_STD, PERCENT, RATIO
 from trainstep.report.kit.ranking import Ratio, mean_column, median_and_range, median_of, ratio_of
 from trainstep.report.kit.rows import Row, doubts, flat_config, quantities, shown_facts, table_lines, words
 from trainstep.report.kit.tables import Column, Entry, Line, Table, doubts_column, point_columns, rank_columns, row_of
+from trainstep.report.step.recomputation import curve_tables
 
 _DETAILED = 2
 """The most cells whose messages are listed outside the page."""
@@ -45,10 +46,9 @@ _WINDOW = (
 _COMMUNICATION = (
     "Of one profiled step; step times are of steps without a profiler. Sent: bytes of tensors; on the wire: the most that a "
     "rank sends in a ring. In brackets: the formula's number, if it differs. From the trace of the rank that waited least for "
-    "others: in flight, the time with at least one message; waiting, the part of it until the last rank joins; exposed, the "
-    "part of it without computation. "
-    "Longer than none: the difference of the medians, which is the cost to the whole step and includes kernels that messages "
-    "slow down."
+    "others: in flight, the time with at least one message; waiting, the part of it until the last rank joins; exposed, the part "
+    "of it without computation. Longer than none: the difference of the medians, which is the cost to the whole step and includes "
+    "kernels that messages slow down."
 )
 _BELOW_0 = "Below 0: within the noise, unless the interval of the ratio excludes 1."
 _BOTH = ("", "expected_")
@@ -63,8 +63,8 @@ _WITHOUT_EFFECT = {"check_agreement", "inspect", "keep_trace"}
 def parallel_tables(rows: Sequence[Row]) -> list[Table]:
     """All tables that these records fill."""
     strategies = strategies_of(rows)
-    few = len(strategies) <= _DETAILED
-    return [*time_tables(strategies), *memory_tables(strategies), *(message_tables(strategies) if few else [])]
+    messages = message_tables(strategies) if len(strategies) <= _DETAILED else []
+    return [*time_tables(strategies), *memory_tables(strategies), *curve_tables(rows), *messages]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,10 @@ def curve_tables(rows: Sequence[Row]) -> list[Table]:
 def recomputation_sections(rows: Sequence[Row], _ceilings: Sequence[Row] = ()) -> list[Section]:
     """The section of a page, if a row has a budget."""
     tables = curve_tables(rows)
-    chosen = tuple(filter(None, (chosen_sentence(row.record) for row in rows)))
-    return [Section(title="Recomputation within a budget", paragraphs=chosen, tables=tuple(tables))] if tables else []
+    chosen = [(row, sentence) for row in rows if (sentence := chosen_sentence(row.record))]
+    paragraphs = tuple(f"{row.label()}: {sentence}" if len(chosen) > 1 else sentence for row, sentence in chosen)
+    section = Section(title="Recomputation within a budget", paragraphs=paragraphs, tables=tuple(tables))
+    return [section] if tables else []
 
 
 def chosen_sentence(record: Record) -> str:
