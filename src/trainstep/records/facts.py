@@ -282,6 +282,7 @@ FACTS: Mapping[str, FactKind] = {
     "not_applied": FactKind("", str, "changes among them that found nothing to change, with the reason"),
     "stopped_after": FactKind("count", int, "steps after which trainstep ended the script"),
     "timed_steps": FactKind("count", int, "steps of the window whose ends wait for the device"),
+    "timed_windows": FactKind("count", int, "windows so far of this process, of which these are the last one's"),
     "timed_s": FactKind("s", float, "time of that window"),
     "loader_batch_size": FactKind("count", int, "sequences in a batch of the data loader that was read first"),
     "script_precision": FactKind("", str, "autocast's dtype, else the weights', else that of fp32 matmuls"),

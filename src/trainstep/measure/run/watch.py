@@ -238,7 +238,7 @@ class Watch:
         if self._is_due(now_s):
             self._inspect()
         if self._steering is not None:
-            self._steering.step_ended(self.steps, self._hooks, self._trained)
+            self._steering.step_ended(self.steps, self._hooks, self._trained, self._write)
         self._collected_ns = 0  # what was collected since the step's end is the watch's
         self._clock.restart()
 

@@ -31,6 +31,8 @@ class FakeLab(ScriptLab):
     def __init__(self, folder: Path, time_s: Callable[[str], float], **options: object) -> None:
         self.started: list[str] = []
         self.fails: str | None = None
+        self.most_windows = 9
+        """Of a process, before its script ends."""
         self.groups: list[int] = []
         """Number of processes that started together."""
         self.said: list[str] = []
@@ -41,19 +43,38 @@ class FakeLab(ScriptLab):
         here = dataclasses.replace(record.environment, memory_bytes=2**36)
         super().__init__(store, command_of(record), here=here, **{**known, **options})
 
-    def _run(self, changes: Sequence[Mapping[str, str]], out: Sequence[Path]) -> Iterator[tuple[int, str, str]]:
+    def _run(
+        self, changes: Sequence[Mapping[str, str]], out: Sequence[Path], turns: Sequence[int]
+    ) -> Iterator[tuple[int, str, str]]:
         self.groups.append(len(changes))
-        for place, (each, path) in enumerate(zip(changes, out, strict=True)):
-            yield place, *self._run_one(each, path, alone=len(changes) == 1)
+        windows, ended = [0] * len(changes), set()
+        for place in turns:
+            if place in ended:
+                continue
+            windows[place] += 1
+            if windows[place] > self.most_windows:  # the script ended before
+                self.started.append(f"{text_of_changes(changes[place])} ended")
+                ended.add(place)
+                yield place, "", ""
+                continue
+            trouble, kind = self._run_one(changes[place], out[place], windows[place], alone=len(changes) == 1)
+            if trouble or changes[place].get("adamw") == "trainstep":
+                ended.add(place)
+            yield place, trouble, kind
 
-    def _run_one(self, changes: Mapping[str, str], out: Path, *, alone: bool) -> tuple[str, str]:
+    def _run_one(self, changes: Mapping[str, str], out: Path, window: int, *, alone: bool) -> tuple[str, str]:
         text = text_of_changes(changes)
         self.started.append(text)
         if text == "workers=7" and not alone:
             return "OutOfMemoryError (exit code 1)", "crash"
         if text in ("gc=off", self.fails):
             return "ValueError: no (exit code 1)", "crash"
-        facts = {"timed_s": 5 * self.time_s(text), "timed_steps": 5, "script_precision": "fp32"}
+        facts = {
+            "timed_s": 5 * self.time_s(text),
+            "timed_steps": 5,
+            "timed_windows": window,
+            "script_precision": "fp32",
+        }
         facts |= {"not_applied": "adamw: none was built"} if "adamw" in text else {}
         facts |= {"timed_s": None} if text == "adamw=trainstep" else {}
         facts |= {"timed_s": None} if text == "workers=9" else {}
@@ -90,18 +111,19 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
     lab.first()
     lab.measure_in_rounds([{"workers": "2"}, {"workers": "3"}, {"gc": "off"}, {"adamw": "fused"}])
     assert lab.started[1:6] == ["", "workers=2", "workers=3", "gc=off", "adamw=fused"]
-    assert lab.started[6] == "gc=off", "what failed beside others runs again alone, and has no second round"
-    assert lab.started[7:10] == ["workers=3", "workers=2", ""], "in the opposite order"
-    assert lab.started[10:] == ["", "workers=2", "workers=2", ""] * 2, "workers=3 was not faster in two rounds"
-    assert lab.groups == [1, 5, 1, 3, 8], "four rounds of two start together"
+    assert lab.started[6:10] == ["adamw=fused", "workers=3", "workers=2", ""], "in the opposite order"
+    assert lab.started[10] == "gc=off", "what failed beside others runs again alone, and has no second round"
+    assert lab.started[11:] == ["", "workers=2", "workers=2", ""] * 2, "workers=3 was not faster in two rounds"
+    assert lab.groups == [1, 5, 1, 2], "windows of a change share a process in the first two rounds, and in all others"
     count = len(lab.started)
-    assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
+    compared = lab.compare({}, {"workers": "2"}, 0)
+    assert (compared.verdict, compared.reason[-13:]) == ("faster", "over 6 rounds")
     assert "not faster in the first 2 pairs" in lab.compare({}, {"workers": "3"}, 0).reason
     assert lab.trial({"gc": "off"}, 0).failure_kind == "crash"
     assert len(lab.started) == count, "nothing was measured again"
     lab.compare({}, {"workers": "2"}, 1)
     assert len(lab.started) == count + 12, "a second comparison has an original of its own"
-    assert lab.groups[5:] == [10, 2], "and nothing in it is given up early, so that as many as have room start together"
+    assert lab.groups[4:] == [10, 2], "and nothing in it is given up early, so that as many as have room start together"
     assert lab.said[0].startswith("round 1 of 6: workers=2 0.500, workers=3 1.000 of")
 
 
@@ -109,7 +131,7 @@ def test_a_round_takes_as_many_changes_as_the_budget_has_room_for(tmp_path: Path
     lab = FakeLab(tmp_path, steady, budget_minutes=5)
     lab.first()
     lab._starts_s, lab._turns_s = [50.0], [30.0]  # the last comparison: 2 * 50 + 10 * 30 s
-    lab._began_s += 400 + 120 - 300  # 120 s for a round: the original and two changes take 110, three 140
+    lab._began_s += 400 + 210 - 300  # 210 s for two rounds: the original and two changes take 200, three 260
     lab.measure_in_rounds([{"workers": "2"}, {"pin_memory": "on"}, {"copies": "non_blocking"}])
     assert lab.started[1:4] == ["", "workers=2", "pin_memory=on"], "those that come first"
     count = len(lab.started)
@@ -188,7 +210,19 @@ def test_the_rounds_that_start_together_are_charged_one_start(tmp_path: Path):
     lab._starts_s, lab._turns_s = [1000.0], [1.0]  # four rounds of two and the last comparison: 1,007 and 2,010 s
     lab._is_spent = lambda next_s: next_s > 3100
     lab.measure_in_rounds([{"workers": "2"}])
-    assert lab.groups == [1, 2, 2, 8]
+    assert lab.groups == [1, 2, 2]
+
+
+def test_windows_that_a_script_is_too_short_for_have_processes_of_their_own(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.most_windows = 1
+    lab.first()
+    lab.measure_in_rounds([{"workers": "2"}])
+    assert lab.started[1:5] == ["", "workers=2", "workers=2 ended", " ended"]
+    assert lab.started[5:7] == ["workers=2", ""], "the second round again"
+    assert lab.groups == [1, 2, 2, 8], "and no process is shared any more"
+    assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
+    assert len(lab._known) == 13
 
 
 def test_a_trial_tells_the_losses_of_all_other_runs_of_the_same(tmp_path: Path):
@@ -282,7 +316,7 @@ def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
     lab.first()
     rounds = []
     lab._is_spent = lambda next_s: (
-        rounds.append(next_s) is None and len(rounds) == 3
+        rounds.append(next_s) is None and len(rounds) == 2
     )  # too much for both in four rounds
     lab.measure_in_rounds([{"workers": "4"}, {"workers": "2"}])
     assert lab.started[7:] == ["", "workers=2", "workers=2", ""] * 2
@@ -298,21 +332,26 @@ def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
 def test_as_many_live_at_once_as_have_room(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     workers: Options = {"workers": "2"}
-    assert (lab._room([{}]), lab._room([{}, workers])) == (1, 0), "nothing is known yet"
+
+    def most() -> int:
+        return next(count for count in range(1, 20) if not lab._have_room([{}, *[workers] * count]))
+
+    assert most() == 1, "nothing is known yet"
     lab.first()
+    assert most() == 10, "no more in any case"
     lab._here = dataclasses.replace(lab._here, memory_bytes=10 * 2**30, gpu_memory_bytes=30 * 2**30)
-    assert (lab._room([{}]), lab._room([{}, workers])) == (4, 2)  # half of the memory over 1.1 GiB
+    assert most() == 4  # half of the memory over 1.1 GiB
     [name] = lab._known
     record = lab._known[name]
     on_gpu = dataclasses.replace(record, config={**record.config, "device": "cuda"})
     lab._known[name] = on_gpu
-    assert (lab._room([{}]), lab._room([{}, workers])) == (1, 0), "nothing says what it takes of the GPU"
+    assert most() == 1, "nothing says what it takes of the GPU"
     lab._known[name] = dataclasses.replace(
         on_gpu, facts={**on_gpu.facts, "peak_reserved_bytes": Fact(value=10 * 2**30, unit="bytes")}
     )
-    assert (lab._room([{}]), lab._room([{}, workers]), lab._room([{}, workers, {}])) == (2, 1, 0)  # 11 + 1 GiB each
+    assert most() == 2  # 11 + 1 GiB each
     lab.command = dataclasses.replace(lab.command, ranks=2)
-    assert (lab._room([{}]), lab._room([{}, workers])) == (1, 0)
+    assert most() == 1
 
 
 def test_a_larger_batch_takes_more_of_a_gpu_until_one_has_run(tmp_path: Path):
@@ -327,12 +366,16 @@ def test_a_larger_batch_takes_more_of_a_gpu_until_one_has_run(tmp_path: Path):
         record, config={**record.config, "device": "cuda"}, facts={**record.facts, **held}
     )
     two, four, ten = ({"batch_size": size} for size in ("8", "16", "40"))
-    groups = lab._groups([(options, "") for options in (lab.start, {}, two, {}, four, ten, {})])
+    given = [lab.start, {}, two, {}, four, ten, {}]
+    groups = lab._groups([(options, str(number)) for number, options in enumerate(given)])
     # 12 GiB each for the original's batch, 23 for two, 45 for four, 111 for ten of it: which is tried alone all the same
     assert [[options for options, _ in group] for group in groups] == [[lab.start, {}, two, {}], [four], [ten], [{}]]
+    roles = [(options, str(number)) for number, options in enumerate([lab.start, four, ten, ten, four, lab.start])]
+    shared = lab._groups(roles, shared=True)
+    assert [[name for _, name in group] for group in shared] == [["0", "1", "4", "5"], ["2", "3"]]
     assert lab._expected_s([lab.start, {}]) < lab._expected_s([lab.start, ten]), "one start, and two"
     lab._known["another"] = dataclasses.replace(lab._known[name], key=lab.key_of(ten))  # it took 10 GiB, too
-    assert lab._room([ten, lab.start]) == 2
+    assert lab._have_room([ten, ten, lab.start])
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):

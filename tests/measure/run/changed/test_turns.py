@@ -31,12 +31,15 @@ print(name)
 """
 
 
-def run(folder: Path, *texts: str, timeout_s: float = 60.0) -> list[tuple[int, End]]:
+def run(
+    folder: Path, *texts: str, turns: Sequence[int] | None = None, timeout_s: float = 60.0
+) -> list[tuple[int, End | None]]:
     def command(place: int, text: str, turn: int | None) -> Sequence[str]:
         return [sys.executable, "-c", text, str(place), str(turn)]
 
     commands = [partial(command, place, text) for place, text in enumerate(texts)]
-    return list(in_turn(commands, folder=str(folder), environment=dict(os.environ), timeout_s=timeout_s))
+    order = range(len(texts)) if turns is None else turns
+    return list(in_turn(commands, order, folder=str(folder), environment=dict(os.environ), timeout_s=timeout_s))
 
 
 def test_all_are_ready_before_the_first_begins_and_one_works_at_a_time(tmp_path: Path):
@@ -45,6 +48,43 @@ def test_all_are_ready_before_the_first_begins_and_one_works_at_a_time(tmp_path:
     said = (tmp_path / "said").read_text().splitlines()
     assert sorted(said[:3]) == ["0 ready", "1 ready", "2 ready"]
     assert said[3:] == ["0 begins", "0 ends", "1 begins", "1 ends", "2 begins", "2 ends"]
+
+
+WORKING = (
+    WAITING[: WAITING.index("if descriptor")]
+    + """
+turn, work = Turn(int(descriptor)), 0
+while turn.wait():
+    work += 1
+    say(f"works {work}")
+    time.sleep(0.05)
+    if (name, work) == ("1", 2):
+        sys.exit("enough")
+print(f"{work} turns")
+"""
+)
+
+
+def test_a_process_has_as_many_turns_as_it_is_given(tmp_path: Path):
+    ends = run(tmp_path, WORKING, WORKING, turns=[0, 1, 1, 0, 0, 1])
+    assert ends == [
+        *((0, None), (1, None)),
+        (1, End(code=1, said="enough")),  # and has no third one
+        *((0, None), (0, End(code=0, said="3 turns"))),
+    ]
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said[2:] == ["0 works 1", "1 works 1", "1 works 2", "0 works 2", "0 works 3"]
+
+
+def test_one_alone_may_have_several_turns(tmp_path: Path):
+    assert run(tmp_path, WORKING, turns=[0, 0]) == [(0, None), (0, End(code=0, said="2 turns"))]
+
+
+def test_who_is_late_in_a_later_turn_is_ended(tmp_path: Path):
+    late = WORKING.replace("time.sleep(0.05)", "time.sleep(600 if work == 2 else 0)")
+    ends = run(tmp_path, late, WORKING, turns=[0, 1, 0, 1], timeout_s=8)
+    assert ends[2] == (0, End(code=None, said="it printed nothing"))
+    assert ends[3] == (1, End(code=1, said="enough"))
 
 
 def test_one_alone_has_no_turn(tmp_path: Path):
@@ -104,7 +144,7 @@ time.sleep(0.5)
 
 def test_who_gives_up_leaves_nobody(tmp_path: Path):
     commands = [lambda turn: [sys.executable, "-c", WAITING, "0", str(turn)]] * 2
-    ends = in_turn(commands, folder=str(tmp_path), environment=dict(os.environ), timeout_s=60)
+    ends = in_turn(commands, [0, 1], folder=str(tmp_path), environment=dict(os.environ), timeout_s=60)
     next(ends)
     ends.close()  # as an exception in the loop over it does
     assert not [pid for pid in os.listdir("/proc") if pid.isdecimal() and _is_in(pid, tmp_path)]

@@ -7,12 +7,12 @@
 
 The callbacks of plan/trials.py for a script, on processes that run once (script_processes.py).
 
-[Note: the order] In a round the original and each change have a window; the next round has the opposite order. After the first two,
-of which the changes that help are left, as many rounds start together as there is room for processes. A change's pairs are its
-windows with the original's in the same rounds, which all changes share. A round that a killed command left begins a new attempt
-for the changes that lack it, with the original again, so that a round's pair is never of two commands. A comparison outside the
-rounds has the order a b b a a b b a, and a killed one goes on with the process that it was at. The interval is Student's over the
-pairs, as of every comparison of fresh processes (records/compare.py).
+[Note: the order] In a round the original and each change have a window; the next round has the opposite order. The first two rounds
+share processes, and so do all others, of the changes that may help. A change's pairs are its windows with the original's in the
+same rounds, which all changes share. A round that a killed command left begins a new attempt for the changes that lack it, with the
+original again, so that a round's pair is never of two commands. A comparison outside the rounds has the order a b b a a b b a, each
+in a process of its own, and a killed one goes on with the process that it was at. The interval is Student's over the pairs, as of
+every comparison of fresh processes (records/compare.py); what is kept in the end is compared with the original in fresh ones.
 
 [Note: futility] A change that was not faster in the first two pairs is given up there. That loses changes of a few per cent on
 a noisy machine, and never makes one: `faster` always has all of its pairs.
@@ -72,22 +72,20 @@ class ScriptLab(ScriptProcesses):
         self._in_rounds = {self.key_of(options): options for options in tried}
         left, pair = list(tried), 0
         while pair < self._pairs:
-            to_come = range(pair, pair + 1 if pair < _TRIED_PAIRS else self._pairs)
+            to_come = range(pair, _TRIED_PAIRS if pair < _TRIED_PAIRS else self._pairs)
             if pair >= _TRIED_PAIRS:
                 left = [options for options in left if not self._is_futile(options)]
             left = self._affordable(left, to_come)
             if not left:
                 break
-            together = max(1, self._room([self.start, *left]))
-            pairs = to_come[:together]
-            roles = [role for each in pairs for role in self._lacking(left, each)]
-            if self._processes(roles, counts=False) is None:
+            roles = [role for each in to_come for role in self._lacking(left, each)]
+            if self._processes(roles, counts=False, shared=True) is None:
                 break
             left = [options for options in left if not self._trouble(options) and self._ratios(options)]
             if roles:
-                for each in pairs:
+                for each in to_come:
                     self._say(f"round {each + 1} of {self._pairs}: {self._ratio_words(left, each)}")
-            pair += len(pairs)
+            pair += len(to_come)
         # What had no round, for lack of time, has an original of its own if time is found after all
         for key in [key for key, options in self._in_rounds.items() if not self._has_round(options, 0)]:
             del self._in_rounds[key]
@@ -148,7 +146,7 @@ class ScriptLab(ScriptProcesses):
         while best:
             missing = [options for each in rounds for options, _ in self._lacking(best, each)]
             together_s = self.comparison_s({}) if self._may_join(best) else 0.0
-            if not missing or not self._is_spent(self._expected_s(missing) + together_s):
+            if not missing or not self._is_spent(self._expected_s(missing, shared=True) + together_s):
                 break
             best.pop()
         return [options for options in left if options in best]
@@ -222,7 +220,9 @@ class ScriptLab(ScriptProcesses):
             if tried and len(ratios) == _TRIED_PAIRS and _none_gains(ratios):
                 return _ended(_FUTILE, ratios)
         a, b = (Samples(unit="s", values=tuple(values)) for values in times_s)
-        comparison = replace(compare_samples(a, b, process_steps=(1, 1)), quantity="step", interleaving="rounds")
+        comparison = compare_samples(a, b, process_steps=(1, 1))
+        reason = comparison.reason.replace("pairs of processes", "rounds") if in_rounds else comparison.reason
+        comparison = replace(comparison, reason=reason, quantity="step", interleaving="rounds")
         self._say(f"{name}: {comparison.reason}")
         return comparison
 

@@ -1,11 +1,12 @@
-"""Runs somebody's own script in fresh processes, several at once, each with its changes from outside and each once.
+"""Runs somebody's own script in fresh processes, several at once, each with its changes from outside.
 
     processes = ScriptProcesses(store, command, steps=40, ...)
 
-Each process has a role, is a record in the store when it ends, and is looked up before another is started, so that a proof that
-was killed goes on with the process that it was at. Several start together, as many as have room, so that a proof is not mostly
-imports and compilations; their windows follow one another while the others wait (turns.py). A process gives one value, the mean
-step of its window (steering.py). A script of several ranks runs alone.
+Each window of a process has a role, is a record in the store when it ends, and is looked up before another process is started, so
+that a proof that was killed goes on with the window that it was at. Several processes start together, as many as have room, so that
+a proof is not mostly imports and compilations; their windows follow one another while others wait (turns.py). A window gives one
+value, its mean step (steering.py). Roles of the same changes may share a process; where the script ends before it has had all of
+their windows, the others have processes of their own. A script of several ranks runs alone.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ _ROOM = 1.1
 """A change may need more memory than the original. What fails for it beside others runs again alone."""
 
 Role = tuple[Options, str]
-"""What a process runs, and its name among those that run the same."""
+"""What a window's process runs, and the window's name among those of the same."""
 
 
 class ScriptProcesses:
@@ -81,7 +82,9 @@ class ScriptProcesses:
         self._starts_s: list[float] = []
         """Of processes that started together, the first one's share of their time: all start in it."""
         self._turns_s: list[float] = []
-        """The others' shares."""
+        """The others' shares, and those of further windows."""
+        self._may_share = command.ranks == 1
+        """Whether a process may have several windows."""
         for record in self._known.values():
             if self._is_ours(record):
                 self._note_time(record)
@@ -108,12 +111,13 @@ class ScriptProcesses:
         """About how many seconds are left: the changes have had their rounds, and the comparison of all together is to come."""
         return self.comparison_s({})
 
-    def _expected_s(self, processes: Sequence[Options]) -> float:
-        """About how many seconds processes of these options take, as many as have room together."""
-        groups = len(self._groups([(options, "") for options in processes]))
+    def _expected_s(self, windows: Sequence[Options], *, shared: bool = False) -> float:
+        """About how many seconds windows of these options take, as many processes as have room together."""
+        roles = [(options, str(number)) for number, options in enumerate(windows)]
+        groups = len(self._groups(roles, shared=shared))
         start_s = self.trial_s({})
         turn_s = median(self._turns_s) if self._turns_s else _TURN_SHARE * start_s
-        return groups * start_s + (len(processes) - groups) * turn_s
+        return groups * start_s + (len(windows) - groups) * turn_s
 
     def _note_time(self, record: Record) -> None:
         if record.samples and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
@@ -132,42 +136,71 @@ class ScriptProcesses:
         needed_s = next_s + self.reserved * self.comparison_s({})
         return bool(time.monotonic() - self._began_s + needed_s > self._budget_minutes * 60)
 
-    def _processes(self, roles: Sequence[Role], *, counts: bool = True) -> list[Record] | None:
-        """The records of processes in their roles: an earlier command's, or of those that run now, on disk as each ends.
+    def _processes(self, roles: Sequence[Role], *, counts: bool = True, shared: bool = False) -> list[Record] | None:
+        """The records of windows in their roles: an earlier command's, or of processes that run now, on disk as each ends.
 
-        None in a dry run, and where the budget has no room for them, if that `counts`.
+        `shared`: roles of the same changes may be windows of one process. None in a dry run, and where the budget has no room for
+        them, if that `counts`.
         """
         missing = [role for role in roles if self._name(*role) not in self._known]
-        if missing and (
-            self._dry_run or (counts and self._is_spent(self._expected_s([options for options, _ in missing])))
-        ):
+        expected_s = self._expected_s([options for options, _ in missing], shared=shared)
+        if missing and (self._dry_run or (counts and self._is_spent(expected_s))):
             return None
         while missing:
-            together = self._groups(missing)[0]  # anew each time, as what has run tells what it takes
-            failed = self._run_together(together)
-            if len(together) > 1:  # it may be for what the others took: alone it has the whole machine
-                for role in failed:
-                    self._run_together([role])
-            missing = missing[len(together) :]
+            together = self._groups(missing, shared=shared)[0]  # anew each time, as what has run tells what it takes
+            failed = self._run_together(together, shared=shared)
+            if len(together) > 1:
+                self._run_alone(failed)
+            missing = [role for role in missing if self._name(*role) not in self._known]
         return [self._known[self._name(*role)] for role in roles]
 
-    def _run_together(self, roles: Sequence[Role]) -> list[Role]:
-        """Run processes that start together. Returns those that failed, whose records are kept only where they ran alone."""
-        failed = []
-        changes = [self.changes(options) for options, _ in roles]
+    def _run_together(self, roles: Sequence[Role], *, shared: bool = False) -> list[Role]:
+        """Run processes that start together. Returns what failed, whose records are kept only where they ran alone.
+
+        Windows that a script was too short for have no record, and no process is shared from then on.
+        """
+        seats = self._seats(roles, shared=shared)
+        turns = [next(place for place, seat in enumerate(seats) if role in seat) for role in roles]
+        changes = [self.changes(seat[0][0]) for seat in seats]
+        left, failed = [list(seat) for seat in seats], []
         began_s, began_at = time.monotonic(), _now()
         with tempfile.TemporaryDirectory(prefix="trainstep-") as folder:
-            out = [Path(folder) / f"{place}.jsonl" for place in range(len(roles))]
-            with closing(self._run(changes, out)) as ends:
-                for place, trouble, kind in ends:
-                    record = self._whole(Store(out[place]).finished(), trouble, kind, changes[place])
-                    now_s = time.monotonic()
-                    if record.failure is not None and len(roles) > 1:
-                        failed.append(roles[place])
+            out = [Path(folder) / f"{place}.jsonl" for place in range(len(seats))]
+            with closing(self._run(changes, out, turns)) as ends:
+                for number, (place, trouble, kind) in enumerate(ends):
+                    window = len(seats[place]) - len(left[place]) + 1
+                    record = self._whole(Store(out[place]).finished(), trouble, kind, changes[place], window)
+                    now_s, role = time.monotonic(), left[place].pop(0)
+                    if record is None:
+                        self._may_share = False
+                    elif record.failure is not None and len(roles) > 1:
+                        failed += [role, *left[place]]
                     else:
-                        self._keep(record, roles[place], place, began_at, now_s - began_s)
+                        self._keep(record, role, number, began_at, now_s - began_s)
+                        if not record.samples:  # it found nothing to change, and has ended
+                            for other in left[place]:
+                                self._keep(record, other, number, began_at, 0.0)
                     began_s, began_at = now_s, _now()
         return failed
+
+    def _run_alone(self, roles: Sequence[Role]) -> None:
+        """Run what failed beside others, maybe for what they took, once more by itself. What fails again has no further window."""
+        for role in roles:
+            if self._name(*role) in self._known:
+                continue
+            self._run_together([role])
+            record = self._known[self._name(*role)]
+            for other in roles:
+                if record.failure is not None and other != role and self.key_of(other[0]) == record.key:
+                    self._keep(record, other, 0, record.started_at, 0.0)
+
+    def _seats(self, roles: Sequence[Role], *, shared: bool) -> list[list[Role]]:
+        """The roles of each process."""
+        seats: dict[str, list[Role]] = {}
+        for options, name in roles:
+            seat = self.key_of(options) if shared and self._may_share else self._name(options, name)
+            seats.setdefault(seat, []).append((options, name))
+        return list(seats.values())
 
     def _keep(self, record: Record, role: Role, turn: int, started_at: str, duration_s: float) -> None:
         """Write a process's record. `turn`: its place among those that started together; `duration_s`: its share of their time."""
@@ -183,32 +216,25 @@ class ScriptProcesses:
         self._known[process] = record
         self._note_time(record)
 
-    def _groups(self, roles: Sequence[Role]) -> list[list[Role]]:
-        """The roles, in their order, in groups that have room at once."""
-        groups: list[list[Role]] = []
-        for role in roles:
-            if not groups or not self._room([options for options, _ in (*groups[-1], role)]):
+    def _groups(self, roles: Sequence[Role], *, shared: bool = False) -> list[list[Role]]:
+        """The roles, in their order, in groups whose processes have room at once."""
+        groups: list[list[list[Role]]] = []
+        for seat in self._seats(roles, shared=shared):
+            if not groups or not self._have_room([each[0][0] for each in (*groups[-1], seat)]):
                 groups.append([])
-            groups[-1].append(role)
-        return groups
+            groups[-1].append(seat)
+        return [[role for role in roles if any(role in seat for seat in group)] for group in groups]
 
-    def _room(self, together: Sequence[Options]) -> int:
-        """How many times processes of these options may live at once; 0 where not even once.
+    def _have_room(self, together: Sequence[Options]) -> bool:
+        """Whether processes of these options may live at once; one is tried in any case.
 
         Half of the machine's memory is left to workers of loaders, which a process's own does not count.
         """
-        if self.command.ranks > 1:
-            return int(len(together) == 1)
         takes = [self._taken(options) for options in together]
-        if None in takes:  # until the first has ended
-            return int(len(together) == 1)
+        if self.command.ranks > 1 or None in takes or len(together) > _MOST_TOGETHER:  # or until the first has ended
+            return len(together) == 1
         resident_bytes, gpu_bytes = (sum(each) for each in zip(*filter(None, takes), strict=True))
-        rooms = [_MOST_TOGETHER / len(together)]
-        if resident_bytes:
-            rooms.append(self._here.memory_bytes / 2 / resident_bytes)
-        if gpu_bytes:
-            rooms.append((self._here.gpu_memory_bytes or 0) / gpu_bytes)
-        return int(min(rooms))
+        return bool(resident_bytes <= self._here.memory_bytes / 2 and gpu_bytes <= (self._here.gpu_memory_bytes or 0))
 
     def _taken(self, options: Options) -> tuple[float, float] | None:
         """Bytes of the machine's memory and of the GPU's that such a process is thought to take; None if nobody can say.
@@ -232,13 +258,20 @@ class ScriptProcesses:
         batch_size = self.start.get("batch_size")
         return float(int(options["batch_size"]) / int(batch_size)) if batch_size and "batch_size" in options else 1.0
 
-    def _whole(self, records: Sequence[Record], trouble: str, kind: str, changes: Mapping[str, str]) -> Record:
-        """One record of a process: its window's mean step, its losses and facts; or its failure."""
+    def _whole(
+        self, records: Sequence[Record], trouble: str, kind: str, changes: Mapping[str, str], window: int
+    ) -> Record | None:
+        """One record of a window: its mean step, with its process's losses and facts; or its failure.
+
+        None where the script ended before this window, and was long enough for another one.
+        """
         last = records[-1] if records else self.command.record
         config = {**last.config, "run": "proof", "first_step": 1}
         time_s, steps = last.fact("timed_s"), last.fact("timed_steps")
         if changes and records and not trouble and not time_s and last.fact("not_applied"):  # it ended before its turn
             return replace(last, config=config, samples={}, tables={})
+        if window > 1 and not trouble and last.fact("timed_windows", 1) < window:
+            return None
         if not trouble and not (records and time_s and steps):
             seen = last.fact("steps_seen", 0) if records else 0
             trouble = f"the script ended after {seen} steps of {self._steps}: let it run longer, or give --script-steps"
@@ -252,12 +285,16 @@ class ScriptProcesses:
         losses = {name: table for name, table in last.tables.items() if name == "losses"}
         return replace(last, config=config, samples=kept, tables=losses)
 
-    def _run(self, changes: Sequence[Mapping[str, str]], out: Sequence[Path]) -> Generator[tuple[int, str, str]]:
-        """Run the script with each of the changes. For each, as it ends: its place, what went wrong, its kind; or empty words."""
+    def _run(
+        self, changes: Sequence[Mapping[str, str]], out: Sequence[Path], turns: Sequence[int]
+    ) -> Generator[tuple[int, str, str]]:
+        """Run the script with each of the changes. After each turn: its place, what went wrong, its kind; or empty words."""
         commands = [partial(self._words, each, path) for each, path in zip(changes, out, strict=True)]
-        ends = in_turn(commands, folder=self.command.folder, environment=_environment(), timeout_s=self._timeout_s)
-        for place, end in ends:
-            if end.code is None:
+        folder, timeout_s = self.command.folder, self._timeout_s
+        for place, end in in_turn(commands, turns, folder=folder, environment=_environment(), timeout_s=timeout_s):
+            if end is None:
+                yield place, "", ""
+            elif end.code is None:
                 yield place, f"did not end within {self._timeout_s:.0f} s", "timeout"
             else:
                 yield place, *((f"{end.said} (exit code {end.code})", "crash") if end.code else ("", ""))

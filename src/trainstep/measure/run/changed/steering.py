@@ -2,11 +2,12 @@
 
     steering = Steering({"adamw": "fused"}, stop_after=40)
     steering.install()                      # before the script builds anything
-    steering.step_ended(steps, hooks)       # by the watch; raises StoppedAfter after the last step
+    steering.step_ended(steps, hooks, ...)  # by the watch; raises StoppedAfter after the last step
 
 Of a run that is stopped the first steps are warm-ups, ten of forty, and the others are timed as one window. Where a proof starts
 several processes together, each waits for its turn after the third step, warms up again, and has the machine to itself from then on
 (turns.py), the workers of its loader included, which are stopped meanwhile. One whose change found nothing to change ends there.
+Behind a window it writes a record and waits for another turn: three steps to warm up, and a window as long as the first.
 
 [Note: one window] What a proof compares is the mean step of a window with the device idle at both ends. The times of single steps
 are the host's. Whoever replays graphs runs tens of steps ahead of the device, and a short run would then measure launches; and
@@ -41,7 +42,10 @@ from trainstep.records.facts import Fact, facts_of
 WARMUP_STEPS = 10
 """Steps before the window, and steps whose losses are kept: wrong gradients show only after some updates."""
 _BEFORE_TURN = 3
-"""Steps before a process waits for its turn: what compiles does so in the first two."""
+"""Steps before a process waits for its turn: what compiles does so in the first two. And those before each later window."""
+
+Write = Callable[[Mapping[str, Fact], Mapping[str, Mapping[str, Sequence[Any]]]], None]
+"""Writes a record of the run so far, with these facts and tables beside its own."""
 
 
 class Steering:
@@ -49,15 +53,19 @@ class Steering:
 
     def __init__(self, changes: Mapping[str, str], stop_after: int | None = None, turn: Turn | None = None) -> None:
         self.applied = Applied(changes)
-        self._stop_after = stop_after
         self._warmups = min(WARMUP_STEPS, (stop_after or 0) // 2)
         self._turn = turn
         self._losses: list[list[torch.Tensor]] = [[]]
         """Of each step whose losses are kept."""
         self._keeps_losses = True
         self._has_changed_module = False
+        self._windows = 0
+        """The number of windows that have ended."""
+        self._begins, self._ends = self._warmups, stop_after
+        """The steps behind which the window begins and ends."""
         self._began_s: float | None = None
         self._timed_s: float | None = None
+        """Of the last window."""
         self._ended_after: int | None = None
         self._autocast: str | None = None
         self._weights: torch.dtype | None = None
@@ -77,7 +85,7 @@ class Steering:
 
         torch.autocast.__enter__ = seen_enter  # type: ignore[method-assign]
 
-    def step_ended(self, steps: int, hooks: Hooks, trained: Callable[[], Sequence[torch.Tensor]]) -> None:
+    def step_ended(self, steps: int, hooks: Hooks, trained: Callable[[], Sequence[torch.Tensor]], write: Write) -> None:
         """A step has ended. StoppedAfter, an exit of the process, after the last step, and again if the script survives it."""
         if not self._has_changed_module and hooks.called is not None:
             self._has_changed_module = True
@@ -94,7 +102,7 @@ class Steering:
             self._losses.append([])
         if steps >= (self._warmups or WARMUP_STEPS):
             self.applied.in_warmups = False
-        if self._stop_after is None:
+        if self._ends is None:
             return
         if self._ended_after is not None:  # the script survived its end
             self._end(steps)
@@ -103,12 +111,26 @@ class Steering:
             may_come = not self._has_changed_module  # a change of the module
             if (self.applied.not_applied and not may_come) or not self._turn.wait():
                 self._end(steps)
-        if steps == self._warmups:
+        if steps == self._begins:
             self._began_s = _idle_s()
-        if steps >= self._stop_after:
-            if self._began_s is not None and self._timed_s is None:
-                self._timed_s = _idle_s() - self._began_s
+        if steps >= self._ends:
+            self._end_window(steps, write)
+
+    def _end_window(self, steps: int, write: Write) -> None:
+        """End the window, or the run where it was the last one."""
+        assert self._ends is not None
+        if self._began_s is None:  # the script had fewer steps than it takes to warm up
             self._end(steps)
+        self._timed_s = _idle_s() - self._began_s
+        self._windows += 1
+        if self._turn is None:
+            self._end(steps)
+        write(self.facts, self.tables)
+        if not self._turn.wait():
+            self._end(steps)
+        self._began_s, length = None, self._ends - self._begins
+        self._begins = steps + _BEFORE_TURN
+        self._ends = self._begins + length
 
     def _end(self, steps: int) -> NoReturn:
         if self._ended_after is None:
@@ -120,13 +142,14 @@ class Steering:
     def facts(self) -> dict[str, Fact]:
         """What was applied and what was not, the precision of the script, and the window's time if the run was stopped."""
         not_applied = "; ".join(f"{name}: {why}" for name, why in self.applied.not_applied.items())
-        timed = self._stop_after - self._warmups if self._timed_s is not None and self._stop_after else None
+        timed = self._ends - self._begins if self._timed_s is not None and self._ends else None
         return facts_of(
             applied=text_of_changes(self.applied.changes) or None,
             not_applied=not_applied or None,
             stopped_after=self._ended_after,
             timed_steps=timed,
             timed_s=self._timed_s,
+            timed_windows=self._windows or None,
             script_precision=self._precision(),
             loader_batch_size=self._batch_size,
         )

@@ -1,11 +1,12 @@
 """Processes that start together and then work one at a time: while one runs its window, the others wait.
 
-    for place, end in in_turn(commands, folder=folder, environment=environment, timeout_s=300):
-        ...                                   # in the order of the commands, each as it ends
-    Turn(descriptor).wait()                   # in such a process, once it is warm
+    for place, end in in_turn(commands, [0, 1, 1, 0], folder=folder, environment=environment, timeout_s=300):
+        ...                                   # after each turn; `end` is None while the process waits for another one
+    while Turn(descriptor).wait():            # in such a process, once it is warm, and again behind each window
+        ...
 
 A short run of a script spends most of its time on imports and compilations. Those of several processes can run at the same time,
-while what is timed has the machine to itself.
+while what is timed has the machine to itself, and a process may have several turns.
 
 [Note: nobody waits for ever] Both sides talk through a pair of sockets, which the kernel closes when either process dies. So a
 process whose starter was killed ends at its turn instead of keeping its memory.
@@ -44,8 +45,8 @@ class Turn:
             raise ValueError(f"turn: {descriptor} is no socket ({error.strerror}); only a proof gives this") from None
 
     def wait(self) -> bool:
-        """Wait for the turn, with the workers of loaders stopped. False where the process that started this one is gone."""
-        with self._socket, _stopped(multiprocessing.active_children()), suppress(OSError):
+        """Wait for the next turn, with the workers of loaders stopped. False if none comes, as behind the last one."""
+        with _stopped(multiprocessing.active_children()), suppress(OSError):
             self._socket.sendall(b".")
             return bool(self._socket.recv(1))
         return False
@@ -76,19 +77,34 @@ class End:
 
 
 def in_turn(
-    commands: Sequence[Command], *, folder: str, environment: Mapping[str, str], timeout_s: float
-) -> Iterator[tuple[int, End]]:
-    """Start all commands, wait until each is ready or has ended, and let one after the other go on to its end.
+    commands: Sequence[Command],
+    turns: Sequence[int],
+    *,
+    folder: str,
+    environment: Mapping[str, str],
+    timeout_s: float,
+) -> Iterator[tuple[int, End | None]]:
+    """Start all commands, wait until each is ready or has ended, and let them work in turn: `turns` has the place of each.
 
-    `timeout_s`: for getting ready, and again for each turn. What is left of the processes, and what they started, is killed.
+    After a turn, the place of its process and how that ended: None if it waits for a later turn. One that ended before its last
+    turn has no more. A single turn is not waited for. `timeout_s`: for getting ready, and again for each turn. What is left of the
+    processes, and what they started, is killed.
     """
-    takes_turns = len(commands) > 1
+    takes_turns = len(turns) > 1
     with ExitStack() as stack:
         started = [_Started(stack, command, takes_turns, folder, environment) for command in commands]
         if takes_turns:
             _wait_until_ready(started, timeout_s)
-        for place, process in enumerate(started):
+        ended = set()
+        for number, place in enumerate(turns):
+            if place in ended:
+                continue
+            process, is_last = started[place], place not in turns[number + 1 :]
             process.go()
+            if takes_turns and process.works(timeout_s) and not is_last:
+                yield place, None
+                continue
+            ended.add(place)
             yield place, process.end(timeout_s)
 
 
@@ -138,7 +154,16 @@ class _Started:
             with suppress(OSError):  # it has ended already
                 self.socket.sendall(b".")
 
+    def works(self, timeout_s: float) -> bool:
+        """Wait until its window is over. False if it has ended instead, or did not come so far in time."""
+        self.is_ready = False
+        _wait_until_ready([self], timeout_s)
+        return self.is_ready
+
     def end(self, timeout_s: float) -> End:
+        """How it ends, now that it has no further turn."""
+        if self.socket is not None:
+            self.socket.close()
         code = None
         try:
             code = self.process.wait(timeout_s)
