@@ -46,6 +46,8 @@ _LATE_S = 0.015
 _SLICES = 25
 _EVERY = 5
 TINY_BUCKET_MB = 0.002
+_ROOM_BYTES = 2**24
+"""Less than a buffer of `Fragments`, more than it grows in a step."""
 BURN = Path(__file__).with_name("burn.py")
 
 
@@ -120,7 +122,8 @@ def optimizer(
 class Fragments:
     """A buffer that is a little larger in each step, so that no freed block is large enough for the next.
 
-    From the third step on, when the optimizer has its state, memory ends a buffer behind what is reserved.
+    From the third step on, when the optimizer has its state, memory ends a little behind what is reserved, anew in each step: so the
+    allocator gives back all that is free, in every step, and asks the driver for it again.
     """
 
     def __init__(self, device: str) -> None:
@@ -130,9 +133,9 @@ class Fragments:
         """Take the step's buffer and give it back."""
         self._elements += 2**21
         self._steps += 1
-        if self._steps == 3:
+        if self._steps >= 3:
             total = torch.cuda.get_device_properties(0).total_memory
-            most = torch.cuda.memory_reserved() + 4 * self._elements
+            most = torch.cuda.memory_reserved() + _ROOM_BYTES
             torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
         torch.empty(self._elements, device=self._device).fill_(0.0)
 
