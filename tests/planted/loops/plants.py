@@ -122,8 +122,8 @@ def optimizer(
 class Fragments:
     """A buffer that is a little larger in each step, so that no freed block is large enough for the next.
 
-    From the third step on, when the optimizer has its state, memory ends a little behind what is reserved, anew in each step: so the
-    allocator gives back all that is free, in every step, and asks the driver for it again.
+    From the third step on, when the optimizer has its state, memory ends a little behind what is reserved, anew in each step: so
+    the allocator gives back all that is free, in every step, and asks the driver for it again.
     """
 
     def __init__(self, device: str) -> None:
