@@ -31,20 +31,20 @@ class Lists:
     def memset(self, node: int) -> Memset:
         return self.memsets[node]
 
-    def before(self, node: int) -> list[tuple[int, int]]:
+    def dependencies(self, node: int) -> list[tuple[int, int]]:
         return [(first, kind) for first, second, kind in self.edges if second == node]
 
-    def behind(self, node: int) -> list[tuple[int, int]]:
+    def dependents(self, node: int) -> list[tuple[int, int]]:
         return [(second, kind) for first, second, kind in self.edges if first == node]
 
-    def add(self, graph: int, kernel: Kernel, before: Sequence[int]) -> int:
+    def add_kernel(self, graph: int, kernel: Kernel, before: Sequence[int]) -> int:
         node = 100 + len(self.added)
         self.added.append(kernel)
         self.kernels.append(node)
         self.edges |= {(other, node, 0) for other in before}
         return node
 
-    def put_behind(self, graph: int, node: int, others: Sequence[int]) -> None:
+    def add_dependents(self, graph: int, node: int, others: Sequence[int]) -> None:
         self.edges |= {(node, other, 0) for other in others}
 
     def remove(self, node: int) -> None:

@@ -125,8 +125,13 @@ def requests() -> Iterator[dict[str, Any]]:
         for rows, width, warps in ((1, 4096, 8), (16, 256, 8), (1, 8192, 16)):
             tile = {"ADD": True, "ROWS": rows, "WIDTH": width}
             yield request("rms_norm", "rms_norm_kernel", warps, 8, norm, **tile)
-            ahead = element != "fp32"
-            tile = {"ADD": True, "AHEAD": ahead, "ROWS": max(1, (8192 if ahead else 4096) // width), "WIDTH": width}
+            prefetch = element != "fp32"
+            tile = {
+                "ADD": True,
+                "PREFETCH": prefetch,
+                "ROWS": max(1, (8192 if prefetch else 4096) // width),
+                "WIDTH": width,
+            }
             yield request("rms_norm", "rms_norm_backward_kernel", warps, 8, norm, **tile)
         tile = {"ROWS": 128, "COLUMNS": 32}
         yield request("rms_norm", "rms_norm_weight_kernel", 4, 1, {"table_ptr": "*fp32"}, **tile)

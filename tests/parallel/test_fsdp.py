@@ -428,7 +428,7 @@ def block_alone(ranks: Ranks) -> tuple[Tensor, bool]:
     """The gradient of a whole weight, of a block that runs by its `forward` alone, and whether all units are sharded after that."""
     sync = FSDP(stack(), ranks)
     block, sent = sync.module.blocks[1], sync.traffic.messages["reduce_scatter"]
-    with sync.whole(block):
+    with sync.gathered(block):
         (gradient,) = torch.autograd.grad(block.forward(data()).sum(), [block.up.weight])
     sharded = all(unit.state is UnitState.SHARDED for unit in sync.units)
     return gradient, sharded and sync.traffic.messages["reduce_scatter"] == sent

@@ -1,11 +1,11 @@
-"""Puts kernels in the place of a graph's memsets.
+"""Replaces a captured graph's memsets by kernels, because a memset may wait for copies to other GPUs.
 
 The driver gives a memset of a graph to a copy engine, one of whose channels may also hold copies to other GPUs: by traces of four
-H100s the first memset behind a message waits for them, 0.6 to 2.7 ms. Others take 12 µs with the gaps around them, a kernel 2.
-cuBLAS clears 4 bytes before each matmul that it splits, three times a block of a model 1,600 wide (docs/log.md, 2026-11-27).
+H100s the first memset behind a message waits for them, 0.6 to 2.7 ms (docs/log.md, 2026-11-27). cuBLAS clears 4 bytes before each
+matmul that it splits, three times a block of a model 1,600 wide.
 
-The graph is edited through the CUDA driver's API (docs.nvidia.com/cuda/cuda-driver-api, Graph Management), whose functions and
-structures `Driver` names as that does. The kernel is the one that `Tensor.fill_` launches, taken from a graph of its own.
+The graph is edited through the CUDA driver's API (docs.nvidia.com/cuda/cuda-driver-api, Graph Management). The kernel is the one
+that `Tensor.fill_` launches, taken from a graph of its own.
 """
 
 import ctypes
@@ -83,12 +83,12 @@ class Driver:
         self._call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(kernel))
         return kernel
 
-    def before(self, node: int) -> list[tuple[int, int]]:
-        """What the node waits for: (node, CUgraphEdgeData as a number, 0 for a wait without conditions)."""
+    def dependencies(self, node: int) -> list[tuple[int, int]]:
+        """What the node waits for: (node, CUgraphEdgeData as a number, 0 for an ordinary edge)."""
         return self._edges("cuGraphNodeGetDependencies_v2", node)
 
-    def behind(self, node: int) -> list[tuple[int, int]]:
-        """What waits for the node, as `before`."""
+    def dependents(self, node: int) -> list[tuple[int, int]]:
+        """What waits for the node, as `dependencies`."""
         return self._edges("cuGraphNodeGetDependentNodes_v2", node)
 
     def _edges(self, name: str, node: int) -> list[tuple[int, int]]:
@@ -100,7 +100,7 @@ class Driver:
         self._call(name, ctypes.c_void_p(node), nodes, data, ctypes.byref(count))
         return [(node or 0, kind) for node, kind in zip(nodes, data, strict=True)]
 
-    def add(self, graph: int, kernel: Kernel, before: Sequence[int]) -> int:
+    def add_kernel(self, graph: int, kernel: Kernel, before: Sequence[int]) -> int:
         """A new node, which waits for those `before`."""
         node, nodes = ctypes.c_void_p(), (ctypes.c_void_p * len(before))(*before) if before else None
         self._call(
@@ -113,7 +113,7 @@ class Driver:
         )
         return node.value or 0
 
-    def put_behind(self, graph: int, node: int, others: Sequence[int]) -> None:
+    def add_dependents(self, graph: int, node: int, others: Sequence[int]) -> None:
         """Let the others wait for the node."""
         count = len(others)
         if count == 0:
@@ -145,7 +145,7 @@ def driver() -> Driver | None:
 
 
 class Fills:
-    """Kernels that write what a memset writes, one for each memory and value; keep this while they are in use."""
+    """Kernels that write what a memset writes, one for each memory and value; keep this until they are added, which copies them."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -153,7 +153,7 @@ class Fills:
         self._kernels: dict[tuple[int, ...], Kernel] = {}
 
     def kernel(self, memset: Memset) -> Kernel:
-        """To be called on the stream of a capture that has ended."""
+        """The kernel of a memset, captured in a small graph: call it on a stream that may capture and does not."""
         key = (memset.address, memset.width, memset.value, memset.element_bytes)
         if key not in self._kernels:
             value, element_bytes = memset.value, memset.element_bytes
@@ -181,21 +181,22 @@ class _Memory:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (elements,), "typestr": kind, "version": 3}
 
 
-def replace_memsets(graph: int, driver: Driver, fills: Any) -> int:
+def replace_memsets(graph: int, driver: Driver, fills: Fills) -> int:
     """Put kernels in the place of the memsets of a graph that is not instantiated yet; returns how many.
 
-    `fills.kernel(memset)`: a kernel that writes the same. A memset of several rows stays, and one with conditional edges.
+    `fills.kernel(memset)`: a kernel that writes the same. A memset of several rows stays, and one with ports or
+    programmatic launches on its edges.
     """
     replaced = 0
     for node in driver.nodes(graph):
         if not driver.is_memset(node):
             continue
-        memset, before, behind = driver.memset(node), driver.before(node), driver.behind(node)
-        conditional = any(kind for _, kind in (*before, *behind))
-        if memset.height != 1 or memset.element_bytes not in _TYPES or conditional:
+        memset, before, behind = driver.memset(node), driver.dependencies(node), driver.dependents(node)
+        has_edge_data = any(data for _, data in (*before, *behind))
+        if memset.height != 1 or memset.element_bytes not in _TYPES or has_edge_data:
             continue
-        kernel = driver.add(graph, fills.kernel(memset), [other for other, _ in before])
-        driver.put_behind(graph, kernel, [other for other, _ in behind])
+        kernel = driver.add_kernel(graph, fills.kernel(memset), [other for other, _ in before])
+        driver.add_dependents(graph, kernel, [other for other, _ in behind])
         driver.remove(node)
         replaced += 1
     return replaced

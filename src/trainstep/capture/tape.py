@@ -244,7 +244,7 @@ class CudaGraphs:
 
         An exception of `run` is raised unchanged, and the current stream is restored.
         """
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that it can be edited before it is instantiated
         for generator in self._generators:
             graph.register_generator_state(generator)
         gc.collect()
@@ -304,8 +304,8 @@ class CudaGraphs:
                     graph.capture_end()
                 raise
             graph.capture_end()
-            known = driver()
-            if known is not None:
-                replace_memsets(graph.raw_cuda_graph(), known, Fills(known))
+            graph_driver = driver()
+            if graph_driver is not None:
+                replace_memsets(graph.raw_cuda_graph(), graph_driver, Fills(graph_driver))
         graph.instantiate()
         return outputs

@@ -28,8 +28,8 @@ _ADDRESSES: tl.constexpr = tl.constexpr(7)
 """Numbers in a row of the table of addresses."""
 _ALIGNMENT_BYTES = 16
 _VECTOR_BYTES = 16
-"""The widest access of a thread. Those of all tensors have as many elements, or else values of 16 bits and of 32 would lie in other
-threads, and pass through shared memory."""
+"""The widest access of a thread. Every tensor is accessed with as many elements a thread as it holds of the widest dtype; with more
+for 16-bit tensors, Triton would exchange values between threads through shared memory."""
 
 
 @triton.jit
@@ -189,7 +189,7 @@ class Launch:
                 LOG2_BETA1=_log2(settings.beta1),
                 LOG2_BETA2=_log2(settings.beta2),
                 CHUNK=CHUNK,
-                VECTOR=_VECTOR_BYTES // max(tensors[0].itemsize for tensors in operands[:5]),
+                VECTOR=_VECTOR_BYTES // max(tensors[0].itemsize for tensors in operands[:5]),  # all but the step counts
                 ROUNDED=operands.rounded[0] is not operands.parameters[0],
                 ALIGNED=tables.aligned,
                 LR_ON_DEVICE=isinstance(lr, Tensor),

@@ -197,8 +197,8 @@ class FSDP(HookedGradients):
         return load_whole(self.module, self._own_state(), self.units, state, strict=strict)
 
     @contextmanager
-    def whole(self, part: nn.Module) -> Iterator[None]:
-        """Inside, the parameters of a part are whole, to run it by its `forward` alone. A collective: all ranks must enter it."""
+    def gathered(self, part: nn.Module) -> Iterator[None]:
+        """Gather the parameters of a part, to run it by its `forward` alone, and free them at the end. A collective."""
         parameters = set(part.parameters())
         units = [unit for unit in self.units if not parameters.isdisjoint(unit.parameters)]
         for unit in units:

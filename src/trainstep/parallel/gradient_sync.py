@@ -159,7 +159,7 @@ class HookedGradients(ModuleWrapper, ABC):
         self._finish()
         self.collectives.count_step()
 
-    def whole(self, _part: nn.Module) -> AbstractContextManager[None]:
+    def gathered(self, _part: nn.Module) -> AbstractContextManager[None]:
         """Inside, a part's parameters are whole outside of a pass. Every rank must enter it; only FSDP has something to do."""
         return nullcontext()
 

@@ -64,11 +64,11 @@ class StepCost:
     head_bytes: int
     """Most held between the last block's forward and its backward, beside what the blocks keep."""
     after_head_bytes: int = 0
-    """Left of that during the blocks' backward: the head's gradients."""
+    """Left of that during the blocks' backward: the head's gradients, and what a strategy gathers and sends then."""
     optimizer_bytes: int = 0
     """Everything held at the peak of the optimizer."""
     may_chain: bool = True
-    """Whether blocks may form chains."""
+    """Whether blocks may form chains: not under fsdp, which has freed the parameters that a chain would run again with."""
 
 
 @dataclass(frozen=True, kw_only=True)

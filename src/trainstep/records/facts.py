@@ -282,12 +282,14 @@ FACTS: Mapping[str, FactKind] = {
     "not_applied": FactKind("", str, "changes among them that found nothing to change, with the reason"),
     "stopped_after": FactKind("count", int, "steps after which trainstep ended the script"),
     "timed_steps": FactKind("count", int, "steps of the window whose ends wait for the device"),
-    "timed_windows": FactKind("count", int, "windows so far of this process, of which these are the last one's"),
     "timed_s": FactKind("s", float, "time of that window"),
+    "timed_windows": FactKind(
+        "count", int, "windows that this process has ended; timed_s and timed_steps are the last one's"
+    ),
     "loader_batch_size": FactKind("count", int, "sequences in a batch of the data loader that was read first"),
     "script_precision": FactKind("", str, "autocast's dtype, else the weights', else that of fp32 matmuls"),
-    "process": FactKind("", str, "which fresh process of a proof the record is of"),
-    "turn": FactKind("count", int, "of a proof's processes that started together: those whose windows came before"),
+    "process": FactKind("", str, "which window of a proof the record is of"),
+    "turn": FactKind("count", int, "windows before this one, of the processes of a proof that started together"),
     "own_profiler": FactKind("", bool, "the script started torch's profiler itself, after which no step was inspected"),
     "ending": FactKind("", str, "how the script ended; a run without it was killed, or still goes on"),
     "ending_part": FactKind("", str, "part of the step in which the script ended"),

@@ -8,7 +8,8 @@ joined    autograd's thread has no spans of ours: the backward op's sequence num
 fallback  neither: the spans open on the main thread at that time (gradient accumulation; events lost by the profiler)
 replayed  a graph's kernels come from a single launch, so no span names their place: an eager step's order does
 
-[Note: replays] A graph holds the same kernels in the same order as the step from which it was captured. So the n-th kernel of a
+[Note: replays] A graph holds the same kernels in the same order as the step from which it was captured, but for memsets, in whose
+place it has kernels that fill bytes; both have one name here. So the n-th kernel of a
 name in a replay belongs where the n-th of that name belongs in a profile of the step run eagerly. Where the two have a name
 unequally often (a library may choose another kernel while a graph is captured), it belongs where the kernel before it does. On a
 CPU a tape of operators takes the graph's place; it has copies that the eager step lacks, so fewer operators are placed by order.
@@ -29,8 +30,8 @@ DIRECT, JOINED, FALLBACK, REPLAYED = "direct", "joined", "fallback", "replayed"
 OUTSIDE = "outside phases"
 """The phase of work outside all phases: the batch's upload, a library's own work."""
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-_CLEARS = "FillFunctor<unsigned char>"
-"""In the name of the kernel that a captured step has in a memset's place (capture/memset_nodes.py)."""
+_FILLS_BYTES = "FillFunctor<unsigned char>"
+"""In the name of the kernel that a captured step has where the eager step has a memset (capture/memset_nodes.py)."""
 BETWEEN = "(between ops)"
 """The name of the time between ops, in a trace without a device."""
 _Name = tuple[str, str]
@@ -227,7 +228,7 @@ def placed_by_order(assigned: Sequence[Assigned], eager: Sequence[Assigned]) -> 
 
 def _name_of(event: Assigned) -> _Name:
     activity = event.activity
-    if activity.kind == MEMSET or _CLEARS in activity.name:
+    if activity.kind == MEMSET or _FILLS_BYTES in activity.name:
         return MEMSET, ""
     return activity.kind, activity.name
 

@@ -23,7 +23,8 @@ _PROCESSES_HELP = (
     "that give a verdict."
 )
 _STEPS_HELP = (
-    "With --prove of your own script: steps of each of its processes, by default 40, of which 10 are warm-ups."
+    "With --prove of your own script: steps up to the end of a process's first window, by default 40, of which 10 are warm-ups; "
+    "it may have further windows."
 )
 
 

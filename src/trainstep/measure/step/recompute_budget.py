@@ -16,7 +16,7 @@
 
 On several ranks every pass sends the messages of a step, so what a strategy gathers and sends is among the bytes. All ranks choose
 the same, from the largest bytes and the longest times of any (budget_ranks.py). A rank that runs out of memory within such a pass
-ends the run, because the others wait for its messages; so no pass is tried there that may not reserve more.
+ends the run, because the others wait for its messages; so passes are not repeated there with the allocator limited to the budget.
 
 Nothing of this changes a weight, a buffer, a gradient or the random numbers, so losses stay those of a run without a budget. Bytes
 are the allocator's: on a GPU those that it reserves, on a CPU (which keeps no count) those of the tensors that operators make.
@@ -247,7 +247,7 @@ def _cost_of(assembly: Assembly, forward: RecomputedForward, note: BlockNote) ->
     sync: object = assembly.step.gradient_sync
     if not isinstance(sync, HookedGradients):
         return block_cost(assembly, forward, note)
-    with sync.whole(forward.block):
+    with sync.gathered(forward.block):
         cost = block_cost(assembly, forward, note)
     if sync.held_tensors().buckets:  # which are there already
         return replace(cost, gradients_bytes=0)

@@ -19,9 +19,10 @@ WIDEST = 16_384
 _TILE = 4096
 """Elements of a tile, if rows are not longer: 16 each for 256 threads."""
 _PROGRAMS_PER_SM = 4
-_TILE_AHEAD, _WIDEST_AHEAD = 8192, 8192
-"""The same of backward where it reads a tile ahead, with one program a multiprocessor: in 16 bits, and for rows up to this width,
-which leave it the registers. Without, 8192 x 4096 took 1.2 times as long (docs/log.md, 2026-11-27)."""
+_PREFETCHED_TILE = 8192
+"""Elements of a tile of backward where it is read ahead, with one program a multiprocessor: 16-bit rows of at most
+`_WIDEST_PREFETCHED`, which leave registers for it. Without, 8192 x 4096 takes 1.2 times as long (docs/log.md, 2026-11-27)."""
+_WIDEST_PREFETCHED = 8192
 _SUMMED_ROWS, _SUMMED_COLUMNS = 128, 32
 """The tile in which the sums of programs are added: 32 columns of fp32 are a line of the cache."""
 
@@ -52,7 +53,7 @@ def rms_norm_kernel(
 @triton.jit
 def rms_norm_backward_kernel(
     dy_ptr, dsum_ptr, h_ptr, weight_ptr, inverse_rms_ptr, dh_ptr, dweight_ptr, rows, width,
-    ADD: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ADD: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """With n = h inverse_rms: dh = inverse_rms (weight dy - n mean(weight dy n)), plus `dsum` with ADD; dweight = sum of dy n."""
     program = tl.program_id(0)
@@ -60,7 +61,7 @@ def rms_norm_backward_kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
     step = tl.num_programs(0) * ROWS
-    if AHEAD:
+    if PREFETCH:
         row = program * ROWS + tl.arange(0, ROWS)[:, None]
         mask = (row < rows) & (column < width)
         place = row.to(tl.int64) * width + column
@@ -72,7 +73,7 @@ def rms_norm_backward_kernel(
         place = row.to(tl.int64) * width + column
         if ADD:
             dsum = tl.load(dsum_ptr + place, mask=mask, other=0.0)
-        if AHEAD:
+        if PREFETCH:
             inverse_rms, h, dy = next_inverse_rms, next_h, next_dy.to(tl.float32)
             next_row = row + step
             next_mask = (next_row < rows) & (column < width)
@@ -134,16 +135,18 @@ def launch_rms_norm_backward(
     rows = h.numel() // width
     dh = h.new_empty(h.shape)
     processors = _processors(h.device)
-    ahead = width <= _WIDEST_AHEAD and h.itemsize == dy.itemsize == 2
-    tile_rows, tile_width, warps = _tile(width, _TILE_AHEAD if ahead else _TILE)
-    while ahead and tile_rows > 1 and triton.cdiv(rows, tile_rows) < processors:  # few rows: all multiprocessors work
+    prefetch = width <= _WIDEST_PREFETCHED and h.itemsize == dy.itemsize == 2
+    tile_rows, tile_width, warps = _tile(width, _PREFETCHED_TILE if prefetch else _TILE)
+    while (
+        prefetch and tile_rows > 1 and triton.cdiv(rows, tile_rows) < processors
+    ):  # few rows: all multiprocessors work
         tile_rows //= 2
-    programs = max(1, min(triton.cdiv(rows, tile_rows), processors * (1 if ahead else _PROGRAMS_PER_SM)))
+    programs = max(1, min(triton.cdiv(rows, tile_rows), processors * (1 if prefetch else _PROGRAMS_PER_SM)))
     sums, dweight = h.new_empty(programs, width, dtype=torch.float32), weight.new_empty(width)
     with on_device(h.device):
         rms_norm_backward_kernel[(programs,)](
             dy, dy if dsum is None else dsum, h, weight, inverse_rms, dh, sums, rows, width,
-            ADD=dsum is not None, AHEAD=ahead, ROWS=tile_rows, WIDTH=tile_width, num_warps=warps,
+            ADD=dsum is not None, PREFETCH=prefetch, ROWS=tile_rows, WIDTH=tile_width, num_warps=warps,
         )  # fmt: skip
         rms_norm_weight_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
             sums, dweight, programs, width, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=4

@@ -14,8 +14,8 @@ what comes before it. So a box is written again only when every rank is done wit
     copying   meet | copy 0 in | meet | copy 1 in           | meet | copy 0 out, copy 2 in | meet | ...
     beside                            | average 0, into out |      | average 1, into out   |
 
-Copies behind a meeting are enqueued before the average beside them: what comes first behind a node of a graph seems to keep its
-stream, and each further one begins another (docs/decisions/0036-copies-in-step.md).
+The next copies are enqueued before the average: of what follows a node, a graph seems to give the first the same stream. That alone
+gained nothing that could be measured (docs/decisions/0036-copies-in-step.md).
 
 There are two boxes of each kind, and chunks alternate: a rank copies chunk 2 in only after a meeting to which all came with chunk 0
 averaged. What a rank does alone runs on a second stream, beside the copies of the next chunk. Each message begins with a meeting,
@@ -98,7 +98,7 @@ class Lane:
         on_gpu = device.type == "cuda"
         self._copying = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._beside = torch.cuda.Stream(device, priority=-1) if on_gpu else None
-        self._met: torch.cuda.Event | None = None
+        self._last_meeting: torch.cuda.Event | None = None
         """The end of the last meeting."""
         self._has_unjoined_work = False
         """Whether the second stream has work that the copies have not waited for."""
@@ -128,8 +128,8 @@ class Lane:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Inside, work is enqueued that runs beside the copies between the last meeting and the next one, or `join`."""
-        if self._beside is not None and self._met is not None:
-            self._beside.wait_event(self._met)
+        if self._beside is not None and self._last_meeting is not None:
+            self._beside.wait_event(self._last_meeting)
         with torch.cuda.stream(self._beside):
             yield
             self._has_unjoined_work = True
@@ -145,7 +145,7 @@ class Lane:
         self.join()
         self._memory.meet(self._channel)
         if self._copying is not None:
-            self._met = self._copying.record_event()
+            self._last_meeting = self._copying.record_event()
 
 
 class PeerCopies:

@@ -5,7 +5,7 @@
     lab.measure_in_rounds([{"adamw": "fused"}, {"workers": "8"}])
     lab.trial({}, 0), lab.compare({}, {"adamw": "fused"}, 0)
 
-The callbacks of plan/trials.py for a script, on processes that run once (script_processes.py).
+The callbacks of plan/trials.py for a script, on processes that have one window or several (script_processes.py).
 
 [Note: the order] In a round the original and each change have a window; the next round has the opposite order. The first two rounds
 share processes, and so do all others, of the changes that may help. A change's pairs are its windows with the original's in the
@@ -112,7 +112,7 @@ class ScriptLab(ScriptProcesses):
         return ratios
 
     def _of_round(self, options: Options, pair: int, attempt: int) -> Role:
-        """A round's process. The original's first trial is no part of a round. [Note: the order]"""
+        """A round's window. The original's first trial is no part of a round. [Note: the order]"""
         number = pair if self.changes(options) else pair + 1
         return options, f"trial {number}" + (f" attempt {attempt}" if attempt else "")
 

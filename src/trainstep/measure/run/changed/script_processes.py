@@ -78,7 +78,7 @@ class ScriptProcesses:
         done = [record for record in store.finished() if record.failure is None or record.failure.kind != "timeout"]
         self._known = {str(record.fact("process")): record for record in done if record.fact("process")}
         self._earlier = set(self._known)
-        """Names of the processes that earlier commands ran."""
+        """Names of the windows that earlier commands measured."""
         self._starts_s: list[float] = []
         """Of processes that started together, the first one's share of their time: all start in it."""
         self._turns_s: list[float] = []
@@ -203,7 +203,7 @@ class ScriptProcesses:
         return list(seats.values())
 
     def _keep(self, record: Record, role: Role, turn: int, started_at: str, duration_s: float) -> None:
-        """Write a process's record. `turn`: its place among those that started together; `duration_s`: its share of their time."""
+        """Write a window's record. `turn`: number of windows before it since the processes started; `duration_s`: its share."""
         process = self._name(*role)
         record = replace(
             record,
@@ -239,7 +239,8 @@ class ScriptProcesses:
     def _taken(self, options: Options) -> tuple[float, float] | None:
         """Bytes of the machine's memory and of the GPU's that such a process is thought to take; None if nobody can say.
 
-        What such a process took, or else what the original took; with a larger batch so many times as much of the GPU.
+        What such a process took, or else what the original took. Of a batch k times as large k times as much of the GPU, which is
+        too much, as weights do not grow.
         """
         key, start = self.key_of(options), self.key_of(self.start)
         ran = [record for record in self._known.values() if self._is_ours(record) and not record.failure]

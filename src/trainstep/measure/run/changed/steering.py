@@ -42,7 +42,9 @@ from trainstep.records.facts import Fact, facts_of
 WARMUP_STEPS = 10
 """Steps before the window, and steps whose losses are kept: wrong gradients show only after some updates."""
 _BEFORE_TURN = 3
-"""Steps before a process waits for its turn: what compiles does so in the first two. And those before each later window."""
+"""Steps before a process waits for its first turn: what compiles does so in the first two."""
+_BEFORE_LATER_WINDOWS = 3
+"""Steps that warm up between a later turn's beginning and its window."""
 
 Write = Callable[[Mapping[str, Fact], Mapping[str, Mapping[str, Sequence[Any]]]], None]
 """Writes a record of the run so far, with these facts and tables beside its own."""
@@ -86,7 +88,10 @@ class Steering:
         torch.autocast.__enter__ = seen_enter  # type: ignore[method-assign]
 
     def step_ended(self, steps: int, hooks: Hooks, trained: Callable[[], Sequence[torch.Tensor]], write: Write) -> None:
-        """A step has ended. StoppedAfter, an exit of the process, after the last step, and again if the script survives it."""
+        """A step has ended. StoppedAfter, an exit of the process, after the last step, and again if the script survives it.
+
+        `trained`: the parameters that the optimizers update. `write`: is called behind a window that another may follow.
+        """
         if not self._has_changed_module and hooks.called is not None:
             self._has_changed_module = True
             followed = hooks.followed
@@ -129,7 +134,7 @@ class Steering:
         if not self._turn.wait():
             self._end(steps)
         self._began_s, length = None, self._ends - self._begins
-        self._begins = steps + _BEFORE_TURN
+        self._begins = steps + _BEFORE_LATER_WINDOWS
         self._ends = self._begins + length
 
     def _end(self, steps: int) -> NoReturn:

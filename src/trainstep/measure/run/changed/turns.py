@@ -84,11 +84,11 @@ def in_turn(
     environment: Mapping[str, str],
     timeout_s: float,
 ) -> Iterator[tuple[int, End | None]]:
-    """Start all commands, wait until each is ready or has ended, and let them work in turn: `turns` has the place of each.
+    """Start all commands, wait until each is ready or has ended, and let them work in turn.
 
-    After a turn, the place of its process and how that ended: None if it waits for a later turn. One that ended before its last
-    turn has no more. A single turn is not waited for. `timeout_s`: for getting ready, and again for each turn. What is left of the
-    processes, and what they started, is killed.
+    `turns`: for each turn the index of its command. After a turn, that index and how its process ended: None if it waits for a later
+    turn. One that ended before its last turn has no more. With a single turn the process starts without waiting. `timeout_s`: for
+    getting ready, and again for each turn. What is left of the processes, and what they started, is killed.
     """
     takes_turns = len(turns) > 1
     with ExitStack() as stack:
@@ -161,7 +161,7 @@ class _Started:
         return self.is_ready
 
     def end(self, timeout_s: float) -> End:
-        """How it ends, now that it has no further turn."""
+        """Tell it, by closing the connection, that no turn follows, and wait until it ends."""
         if self.socket is not None:
             self.socket.close()
         code = None
