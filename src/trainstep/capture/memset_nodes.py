@@ -11,13 +11,17 @@ that `Tensor.fill_` launches, taken from a graph of its own.
 import ctypes
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-_MEMSET_NODE = 2  # CU_GRAPH_NODE_TYPE_MEMSET
-_TYPES = {1: "|u1", 2: "<i2", 4: "<i4"}
-"""Bytes of an element -> its type in a CUDA array interface."""
+_MEMSET = 2
+"""CU_GRAPH_NODE_TYPE_MEMSET."""
+_MEMORY = (10, 11)
+"""CU_GRAPH_NODE_TYPE_MEM_ALLOC and _FREE: in a graph that has one, the driver removes no node."""
+_MOST_BYTES = 2**31 - 1
+"""Of larger memory `fill_` makes two kernels."""
 
 
 class Memset(ctypes.Structure):
@@ -68,10 +72,11 @@ class Driver:
         self._call("cuGraphGetNodes", ctypes.c_void_p(graph), nodes, ctypes.byref(count))
         return [node or 0 for node in nodes]
 
-    def is_memset(self, node: int) -> bool:
+    def kind(self, node: int) -> int:
+        """CUgraphNodeType."""
         kind = ctypes.c_int()
         self._call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
-        return kind.value == _MEMSET_NODE
+        return kind.value
 
     def memset(self, node: int) -> Memset:
         memset = Memset()
@@ -153,50 +158,59 @@ class Fills:
         self._kernels: dict[tuple[int, ...], Kernel] = {}
 
     def kernel(self, memset: Memset) -> Kernel:
-        """The kernel of a memset, captured in a small graph: call it on a stream that may capture and does not."""
-        key = (memset.address, memset.width, memset.value, memset.element_bytes)
+        """The kernel of a memset, captured in a small graph: call it on a stream that may capture and does not.
+
+        By bytes, whatever the memset's elements are, so that it has one name (traces/kernel_classes.py). RuntimeError if torch
+        does not take the memory.
+        """
+        bytes_ = memset.width * memset.element_bytes
+        key = (memset.address, bytes_, memset.value)
         if key not in self._kernels:
-            value, element_bytes = memset.value, memset.element_bytes
-            if value == 0:  # by bytes, so that the kernel has one name, by which traces/attribution.py knows it
-                element_bytes = 1
-            elements = memset.width * memset.element_bytes // element_bytes
-            tensor = torch.as_tensor(_Memory(memset.address, elements, _TYPES[element_bytes]), device="cuda")
-            assert tensor.data_ptr() == memset.address, "torch copied what is to be written"
-            if tensor.dtype != torch.uint8 and value >= 2 ** (8 * element_bytes - 1):
-                value -= 2 ** (8 * element_bytes)
+            tensor = torch.as_tensor(_Bytes(memset.address, bytes_), device="cuda")
+            if tensor.data_ptr() != memset.address:
+                raise RuntimeError("torch has copied what is to be written")
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             graph.capture_begin(capture_error_mode="thread_local")
-            tensor.fill_(value)
+            tensor.fill_(memset.value)
             graph.capture_end()
             self._graphs.append(graph)
-            (node,) = self._driver.nodes(graph.raw_cuda_graph())
+            [node] = self._driver.nodes(graph.raw_cuda_graph())
             self._kernels[key] = self._driver.kernel(node)
         return self._kernels[key]
 
 
-class _Memory:
+class _Bytes:
     """Memory of the device, as an array that torch takes."""
 
-    def __init__(self, address: int, elements: int, kind: str) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (elements,), "typestr": kind, "version": 3}
+    def __init__(self, address: int, bytes_: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (bytes_,), "typestr": "|u1", "version": 3}
 
 
 def replace_memsets(graph: int, driver: Driver, fills: Fills) -> int:
     """Put kernels in the place of the memsets of a graph that is not instantiated yet; returns how many.
 
-    `fills.kernel(memset)`: a kernel that writes the same. A memset of several rows stays, and one with ports or
-    programmatic launches on its edges.
+    A memset stays if it has several rows, other values than bytes, or ports or programmatic launches on its edges. Nothing is
+    edited before all kernels are there, so whatever fails until then leaves the graph as it was captured.
     """
-    replaced = 0
-    for node in driver.nodes(graph):
-        if not driver.is_memset(node):
-            continue
-        memset, before, behind = driver.memset(node), driver.dependencies(node), driver.dependents(node)
-        has_edge_data = any(data for _, data in (*before, *behind))
-        if memset.height != 1 or memset.element_bytes not in _TYPES or has_edge_data:
-            continue
-        kernel = driver.add_kernel(graph, fills.kernel(memset), [other for other, _ in before])
-        driver.add_dependents(graph, kernel, [other for other, _ in behind])
+    kinds = {node: driver.kind(node) for node in driver.nodes(graph)}
+    if not set(_MEMORY).isdisjoint(kinds.values()):
+        return 0
+    kernels = {}
+    for node in (node for node, kind in kinds.items() if kind == _MEMSET):
+        memset = driver.memset(node)
+        has_edge_data = any(data for _, data in (*driver.dependencies(node), *driver.dependents(node)))
+        if _is_by_bytes(memset) and not has_edge_data:
+            with suppress(RuntimeError):  # memory that torch does not take, such as another device's
+                kernels[node] = fills.kernel(memset)
+    for node, kernel in kernels.items():  # edges are read now: those of memsets behind each other have changed
+        before, behind = driver.dependencies(node), driver.dependents(node)
+        added = driver.add_kernel(graph, kernel, [other for other, _ in before])
+        driver.add_dependents(graph, added, [other for other, _ in behind])
         driver.remove(node)
-        replaced += 1
-    return replaced
+    return len(kernels)
+
+
+def _is_by_bytes(memset: Memset) -> bool:
+    bytes_ = memset.width * memset.element_bytes
+    is_byte = memset.element_bytes == 1 or memset.value == 0
+    return bool(memset.height == 1 and 0 < bytes_ <= _MOST_BYTES and is_byte)

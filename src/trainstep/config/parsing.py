@@ -177,7 +177,7 @@ def _shape_of(model: ModelConfig | UserModel) -> dict[str, Any]:
 ADDED_LATER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "train_step": {"ranks": 1, "nodes": 1},
-        "parallel": {"nodes": 1},
+        "parallel": {"nodes": 1, "recompute_budget_gib": None},
         "memory": {"nodes": 1},
         "collective": {"nodes": 1, "level": "all", "transport": "library", "inbox_mib": 256},
     }

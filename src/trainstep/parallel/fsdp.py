@@ -203,9 +203,11 @@ class FSDP(HookedGradients):
         units = [unit for unit in self.units if not parameters.isdisjoint(unit.parameters)]
         for unit in units:
             unit.wait_for_unshard()
-        yield
-        for unit in units:
-            unit.reshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
 
     def held_tensors(self) -> HeldTensors:
         """Shards of parameters and gathered parameters; whole gradients that wait to be sent (micro-batches' under no_sync()),

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from trainstep.config.run import Phase
 from trainstep.traces.contexts import NOTHING_OPEN, PHASES, Context, Contexts, Spans, step_number
+from trainstep.traces.kernel_classes import FILLS_BYTES
 from trainstep.traces.kineto import MEMSET, Activity, Call, Range, Thread, Trace
 from trainstep.traces.nesting import nestings
 
@@ -30,8 +31,6 @@ DIRECT, JOINED, FALLBACK, REPLAYED = "direct", "joined", "fallback", "replayed"
 OUTSIDE = "outside phases"
 """The phase of work outside all phases: the batch's upload, a library's own work."""
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-_FILLS_BYTES = "FillFunctor<unsigned char>"
-"""In the name of the kernel that a captured step has where the eager step has a memset (capture/memset_nodes.py)."""
 BETWEEN = "(between ops)"
 """The name of the time between ops, in a trace without a device."""
 _Name = tuple[str, str]
@@ -228,7 +227,7 @@ def placed_by_order(assigned: Sequence[Assigned], eager: Sequence[Assigned]) -> 
 
 def _name_of(event: Assigned) -> _Name:
     activity = event.activity
-    if activity.kind == MEMSET or _FILLS_BYTES in activity.name:
+    if activity.kind == MEMSET or FILLS_BYTES in activity.name:
         return MEMSET, ""
     return activity.kind, activity.name
 

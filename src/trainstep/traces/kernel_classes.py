@@ -16,6 +16,8 @@ CLASSES = (
     *(OPTIMIZER, COMMUNICATION, COPIES, OVERHEAD, OTHER, IDLE),
 )
 """In the order of tables. `overhead`: time between ops on a CPU (Python, autograd's engine, views); `idle`: no work."""
+FILLS_BYTES = "FillFunctor<unsigned char>"
+"""In the name of the kernel that a captured step has where the eager step has a memset (capture/memset_nodes.py)."""
 _KERNELS = [
     (COMMUNICATION, r"nccl|nvshmem|multimem|cross_device_reduce|all_?reduce|reduce_?scatter|all_?gather|gloo|mscclpp"),
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|adamw?_kernel|FusedAdam|FusedSgd"),
@@ -32,7 +34,10 @@ _KERNELS = [
         r"dgrad|implicit_con|^(ampere|hopper|volta|turing|sm\d+)_.*\d+x\d+",
     ),
     (NORMALISATION, r"layer_?norm|rms_?norm|RowwiseMoments|batch_?norm|bn_(fw|bw)|group_?norm|GammaBeta|_norm_kernel"),
-    (COPIES, r"^Mem(cpy|set)|direct_copy|copy_kernel|CatArrayBatchedCopy|_copy_kernel_cuda|transpose_kernel"),
+    (
+        COPIES,
+        rf"^Mem(cpy|set)|direct_copy|copy_kernel|CatArrayBatchedCopy|_copy_kernel_cuda|transpose_kernel|{FILLS_BYTES}",
+    ),
     (REDUCTION, r"reduce|Reduce|nll_loss|logsumexp|^cub::|DeviceScan|cumsum|sort|topk|argm(ax|in)|nonzero"),
     (
         ELEMENT_WISE,

@@ -92,8 +92,8 @@ def _before_words(one: Explained, command: ScriptCommand, steps: int, records: s
     """What is said before the script runs."""
     ranks = f" on {command.ranks} ranks" if command.ranks > 1 else ""
     words = [
-        f"{one.label}: `{shlex.join(command.words)}` is started again and again in {command.folder}{ranks}, {steps} steps each "
-        "time, with all that it does to files; records: " + records
+        f"{one.label}: `{shlex.join(command.words)}` is started again and again in {command.folder}{ranks}, {steps} steps or "
+        "more each time, with all that it does to files; records: " + records
     ]
     if command.changed:
         words.append("the script was changed since it was recorded: what is measured is the script as it is now")

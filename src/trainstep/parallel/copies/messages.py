@@ -177,7 +177,7 @@ class PeerCopies:
     def takes(self, message: Tensor | Pieces, reduction: str = "sum") -> bool:
         """Whether a message of this tensor, or of these pieces, goes by copies."""
         return (
-            message.nbytes >= self._least_bytes
+            message.nbytes >= max(1, self._least_bytes)
             and message.dtype in _DTYPES
             and reduction in _REDUCTIONS
             and (isinstance(message, Pieces) or message.is_contiguous())

@@ -31,6 +31,8 @@ class FakeLab(ScriptLab):
     def __init__(self, folder: Path, time_s: Callable[[str], float], **options: object) -> None:
         self.started: list[str] = []
         self.fails: str | None = None
+        self.fails_in: tuple[str, int] | None = None
+        """The changes and the window that fails beside others."""
         self.most_windows = 9
         """Of a process, before its script ends."""
         self.groups: list[int] = []
@@ -42,6 +44,7 @@ class FakeLab(ScriptLab):
         known = {"steps": STEPS, "pairs": 6, "timeout_s": 9.0, "say": self.said.append, "facts": {}}
         here = dataclasses.replace(record.environment, memory_bytes=2**36)
         super().__init__(store, command_of(record), here=here, **{**known, **options})
+        self._may_share = True
 
     def _run(
         self, changes: Sequence[Mapping[str, str]], out: Sequence[Path], turns: Sequence[int]
@@ -67,6 +70,8 @@ class FakeLab(ScriptLab):
         self.started.append(text)
         if text == "workers=7" and not alone:
             return "OutOfMemoryError (exit code 1)", "crash"
+        if not alone and (text, window) == self.fails_in:
+            return "RuntimeError: out of memory (exit code 1)", "crash"
         if text in ("gc=off", self.fails):
             return "ValueError: no (exit code 1)", "crash"
         facts = {
@@ -213,6 +218,60 @@ def test_the_rounds_that_start_together_are_charged_one_start(tmp_path: Path):
     assert lab.groups == [1, 2, 2]
 
 
+def test_what_has_no_room_beside_the_others_has_rounds_with_an_original_of_its_own(tmp_path: Path):
+    lab = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "workers=4": 0.6}.get(text, 1.0))
+    lab.first()
+    lab._have_room = lambda together: len(together) <= 2
+    lab.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
+    assert lab.started[1:9] == ["", "workers=2", "workers=2", "", "", "workers=4", "workers=4", ""]
+    assert lab.groups == [1, 2, 2, 2, 2]
+    ratios = [lab.compare({}, {"workers": count}, 0).ratio for count in "24"]
+    assert ratios == pytest.approx([0.5, 0.6])
+    assert len(lab.started) == 1 + 4 * 6
+
+
+def test_what_has_no_room_beside_the_original_runs_behind_it_round_by_round(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab._have_room = lambda together: len(together) == 1
+    lab.measure_in_rounds([{"workers": "2"}])
+    assert lab.started[1:] == ["", "workers=2", "workers=2", ""] * 3
+    assert lab.groups == [1] * 13
+
+
+def test_on_a_cpu_each_window_has_a_process_of_its_own(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    assert not ScriptLab(
+        lab.store, lab.command, pairs=6, say=print, steps=9, timeout_s=9, facts={}, here=lab._here
+    )._may_share
+    lab._may_share = False
+    lab.first()
+    lab.measure_in_rounds([{"workers": "2"}, {"workers": "3"}])
+    assert lab.groups == [1, 3, 3, 8], "those of four rounds start together"
+
+
+def test_a_script_that_is_too_short_ends_the_rounds_where_the_budget_has_no_room_for_more_starts(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.most_windows = 1
+    lab.first()
+    lab._is_spent = lambda next_s: not lab._may_share
+    lab.measure_in_rounds([{"workers": "2"}])
+    assert lab.started[1:] == ["", "workers=2", "workers=2 ended", " ended"]
+    assert "the budget had room for 1 of 6 rounds" in lab.compare({}, {"workers": "2"}, 0).reason
+
+
+def test_what_fails_in_a_later_window_runs_the_rest_alone(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab.time_s = lambda text: 0.5 if text else 1.0
+    lab.fails_in = ("workers=2", 2)
+    lab.measure_in_rounds([{"workers": "2"}])
+    assert lab.started[1:6] == ["", "workers=2", "workers=2", "", "workers=2"], "its second window again, by itself"
+    assert lab.groups[:4] == [1, 2, 1, 2]
+    assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
+    assert all(record.samples for record in lab._known.values())
+
+
 def test_windows_that_a_script_is_too_short_for_have_processes_of_their_own(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     lab.most_windows = 1
@@ -230,8 +289,10 @@ def test_a_trial_tells_the_losses_of_all_other_runs_of_the_same(tmp_path: Path):
     lab.first()
     lab.measure_in_rounds([{"workers": "2"}])
     first = lab.trial({}, 0)
-    assert (first.losses, first.others) == ((2.0, 1.0), ((2.0, 1.0),) * 6)
-    assert len(lab.trial({"workers": "2"}, 0).others) == 5
+    assert (first.losses, first.others) == ((2.0, 1.0), ((2.0, 1.0),) * 2), (
+        "of the two processes for rounds, not of each window"
+    )
+    assert len(lab.trial({"workers": "2"}, 0).others) == 1
 
 
 def test_a_group_costs_one_start_and_its_turns(tmp_path: Path):

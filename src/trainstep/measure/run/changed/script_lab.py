@@ -7,12 +7,14 @@
 
 The callbacks of plan/trials.py for a script, on processes that have one window or several (script_processes.py).
 
-[Note: the order] In a round the original and each change have a window; the next round has the opposite order. The first two rounds
-share processes, and so do all others, of the changes that may help. A change's pairs are its windows with the original's in the
-same rounds, which all changes share. A round that a killed command left begins a new attempt for the changes that lack it, with the
-original again, so that a round's pair is never of two commands. A comparison outside the rounds has the order a b b a a b b a, each
-in a process of its own, and a killed one goes on with the process that it was at. The interval is Student's over the pairs, as of
-every comparison of fresh processes (records/compare.py); what is kept in the end is compared with the original in fresh ones.
+[Note: the order] In a round the original and each change have a window; the next round has the opposite order. Where a process may
+have several windows, the first two rounds share processes, and so do all others, of the changes that may help; else as many of the
+others start together as have room. A change's pairs are its windows with the original's in the same rounds, which all changes share
+that have room at once; the others' rounds follow, with an original of their own. A round that a killed command left begins a new
+attempt for the changes that lack it, with the original again, so that a round's pair is never of two commands. A comparison outside
+the rounds has the order a b b a a b b a, each in a process of its own, and a killed one goes on with the process that it was at.
+The interval is Student's over the pairs, as of every comparison of fresh processes (records/compare.py). Pairs of windows that
+share processes do not show what differs from process to process, so what is kept in the end is compared in fresh ones.
 
 [Note: futility] A change that was not faster in the first two pairs is given up there. That loses changes of a few per cent on
 a noisy machine, and never makes one: `faster` always has all of its pairs.
@@ -72,23 +74,48 @@ class ScriptLab(ScriptProcesses):
         self._in_rounds = {self.key_of(options): options for options in tried}
         left, pair = list(tried), 0
         while pair < self._pairs:
-            to_come = range(pair, _TRIED_PAIRS if pair < _TRIED_PAIRS else self._pairs)
             if pair >= _TRIED_PAIRS:
                 left = [options for options in left if not self._is_futile(options)]
+            to_come = self._coming(left, pair)
             left = self._affordable(left, to_come)
             if not left:
                 break
-            roles = [role for each in to_come for role in self._lacking(left, each)]
-            if self._processes(roles, counts=False, shared=True) is None:
+            known = len(self._known)
+            if not all(self._measure_rounds(part, to_come) for part in self._parts(left)):
                 break
             left = [options for options in left if not self._trouble(options) and self._ratios(options)]
-            if roles:
+            if len(self._known) > known:
                 for each in to_come:
                     self._say(f"round {each + 1} of {self._pairs}: {self._ratio_words(left, each)}")
             pair += len(to_come)
         # What had no round, for lack of time, has an original of its own if time is found after all
         for key in [key for key, options in self._in_rounds.items() if not self._has_round(options, 0)]:
             del self._in_rounds[key]
+
+    def _coming(self, left: Sequence[Options], pair: int) -> range:
+        """The rounds from `pair` on whose processes start together."""
+        end = _TRIED_PAIRS if pair < _TRIED_PAIRS else self._pairs
+        if self._may_share:
+            return range(pair, end)
+        count = 1
+        while pair >= _TRIED_PAIRS and pair + count < end and self._have_room([self.start, *left] * (count + 1)):
+            count += 1
+        return range(pair, pair + count)
+
+    def _parts(self, left: Sequence[Options]) -> list[list[Options]]:
+        """The changes in parts that have room beside an original."""
+        parts: list[list[Options]] = []
+        for options in left:
+            if not parts or (self._may_share and not self._have_room([self.start, *parts[-1], options])):
+                parts.append([])
+            parts[-1].append(options)
+        return parts
+
+    def _measure_rounds(self, part: Sequence[Options], rounds: Sequence[int]) -> bool:
+        """Measure what these rounds still need. False if nothing may run, or no longer."""
+        roles = [role for each in rounds for role in self._lacking(part, each)]
+        shared = self._may_share and self._have_room([self.start, *part])
+        return self._processes(roles, counts=False, shared=shared) is not None
 
     def _lacking(self, left: Sequence[Options], pair: int) -> list[Role]:
         """What a round of these still needs: the original, and each that has no pair yet. [Note: the order]"""
@@ -129,9 +156,9 @@ class ScriptLab(ScriptProcesses):
         return all(self._name(*role) in self._known for role in self._in_round(options, pair))
 
     def _next_attempt(self, pair: int) -> int:
-        """The first attempt of a round of which no earlier command measured anything."""
+        """The first attempt of a round of which nothing is known."""
         attempt, taking_part = 0, (self.start, *self._in_rounds.values())
-        while any(self._name(*self._of_round(options, pair, attempt)) in self._earlier for options in taking_part):
+        while any(self._name(*self._of_round(options, pair, attempt)) in self._known for options in taking_part):
             attempt += 1
         return attempt
 
@@ -146,7 +173,7 @@ class ScriptLab(ScriptProcesses):
         while best:
             missing = [options for each in rounds for options, _ in self._lacking(best, each)]
             together_s = self.comparison_s({}) if self._may_join(best) else 0.0
-            if not missing or not self._is_spent(self._expected_s(missing, shared=True) + together_s):
+            if not missing or not self._is_spent(self._expected_s(missing, shared=self._may_share) + together_s):
                 break
             best.pop()
         return [options for options in left if options in best]
@@ -184,7 +211,9 @@ class ScriptLab(ScriptProcesses):
             return Trial(failure_kind="not applied", phase="build", message=f"it found nothing to change: {why}")
         if "compile" in self.changes(options) and not record.fact("compiled_graphs"):
             return Trial(failure_kind="not applied", phase="build", message="torch.compile found nothing to compile")
-        alike = [known for known in self._known.values() if known.key == record.key and known is not record]
+        # A process's later windows have the losses of its first ten steps again, and are no other run.
+        firsts = (known for known in self._known.values() if known.fact("timed_windows", 1) == 1)
+        alike = [known for known in firsts if known.key == record.key and known is not record]
         others = tuple(losses for losses in map(_losses, alike) if losses and None not in losses)
         return Trial(losses=_losses(record), others=others, step_s=record.samples["step"].values[0])
 

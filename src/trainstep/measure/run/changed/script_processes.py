@@ -77,14 +77,12 @@ class ScriptProcesses:
         # What a time limit ended is tried again, as this command's may be longer.
         done = [record for record in store.finished() if record.failure is None or record.failure.kind != "timeout"]
         self._known = {str(record.fact("process")): record for record in done if record.fact("process")}
-        self._earlier = set(self._known)
-        """Names of the windows that earlier commands measured."""
         self._starts_s: list[float] = []
         """Of processes that started together, the first one's share of their time: all start in it."""
         self._turns_s: list[float] = []
         """The others' shares, and those of further windows."""
-        self._may_share = command.ranks == 1
-        """Whether a process may have several windows."""
+        self._may_share = command.ranks == 1 and command.record.config["device"] == "cuda"
+        """Whether a process may have several windows. On a CPU a start takes seconds, and processes differ by more."""
         for record in self._known.values():
             if self._is_ours(record):
                 self._note_time(record)
@@ -147,11 +145,13 @@ class ScriptProcesses:
         if missing and (self._dry_run or (counts and self._is_spent(expected_s))):
             return None
         while missing:
-            together = self._groups(missing, shared=shared)[0]  # anew each time, as what has run tells what it takes
-            failed = self._run_together(together, shared=shared)
-            if len(together) > 1:
-                self._run_alone(failed)
+            shares = shared and self._may_share
+            together = self._groups(missing, shared=shares)[0]  # anew each time, as what has run tells what it takes
+            self._run_alone(self._run_together(together, shared=shares), shared=shares)
             missing = [role for role in missing if self._name(*role) not in self._known]
+            # The script is too short for several windows, so there are more starts to come than were expected.
+            if shares != (shared and self._may_share) and self._is_spent(self._expected_s([one for one, _ in missing])):
+                return None
         return [self._known[self._name(*role)] for role in roles]
 
     def _run_together(self, roles: Sequence[Role], *, shared: bool = False) -> list[Role]:
@@ -173,26 +173,19 @@ class ScriptProcesses:
                     now_s, role = time.monotonic(), left[place].pop(0)
                     if record is None:
                         self._may_share = False
-                    elif record.failure is not None and len(roles) > 1:
+                    elif record.failure is not None and len(seats) > 1:
                         failed += [role, *left[place]]
                     else:
                         self._keep(record, role, number, began_at, now_s - began_s)
-                        if not record.samples:  # it found nothing to change, and has ended
-                            for other in left[place]:
-                                self._keep(record, other, number, began_at, 0.0)
+                        for other in () if record.samples else left[place]:  # it has failed, or found nothing to change
+                            self._keep(record, other, number, began_at, 0.0)
                     began_s, began_at = now_s, _now()
         return failed
 
-    def _run_alone(self, roles: Sequence[Role]) -> None:
-        """Run what failed beside others, maybe for what they took, once more by itself. What fails again has no further window."""
-        for role in roles:
-            if self._name(*role) in self._known:
-                continue
-            self._run_together([role])
-            record = self._known[self._name(*role)]
-            for other in roles:
-                if record.failure is not None and other != role and self.key_of(other[0]) == record.key:
-                    self._keep(record, other, 0, record.started_at, 0.0)
+    def _run_alone(self, roles: Sequence[Role], *, shared: bool) -> None:
+        """Run what failed beside others, maybe for what they took, once more by itself."""
+        for seat in self._seats(roles, shared=shared):
+            self._run_together(seat, shared=shared)
 
     def _seats(self, roles: Sequence[Role], *, shared: bool) -> list[list[Role]]:
         """The roles of each process."""

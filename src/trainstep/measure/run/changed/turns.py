@@ -86,9 +86,9 @@ def in_turn(
 ) -> Iterator[tuple[int, End | None]]:
     """Start all commands, wait until each is ready or has ended, and let them work in turn.
 
-    `turns`: for each turn the index of its command. After a turn, that index and how its process ended: None if it waits for a later
-    turn. One that ended before its last turn has no more. With a single turn the process starts without waiting. `timeout_s`: for
-    getting ready, and again for each turn. What is left of the processes, and what they started, is killed.
+    `turns`: for each turn the index of its command. After a turn, that index and how its process ended: None if it waits for a
+    later turn. One that ended before its last turn has no more. With a single turn the process starts without waiting.
+    `timeout_s`: for getting ready, and again for each turn. What is left of the processes, and what they started, is killed.
     """
     takes_turns = len(turns) > 1
     with ExitStack() as stack:
