@@ -199,8 +199,7 @@ class FSDP(HookedGradients):
     @contextmanager
     def gathered(self, part: nn.Module) -> Iterator[None]:
         """Gather the parameters of a part, to run it by its `forward` alone, and free them at the end. A collective."""
-        parameters = set(part.parameters())
-        units = [unit for unit in self.units if not parameters.isdisjoint(unit.parameters)]
+        units = [unit for unit in self.units if not {*part.parameters()}.isdisjoint(unit.parameters)]
         for unit in units:
             unit.wait_for_unshard()
         try:
