@@ -20,6 +20,17 @@ ENVIRONMENT = Environment(
     gpu_count=1,
     driver="570",
 )
+RECOMPUTE_CURVE: dict[str, list[Any]] = {
+    "peak_bytes": [20 * 2**30, 30 * 2**30],
+    "added_s": [0.0125, 0.0],
+    "none": [4, 12],
+    "selective": [8, 0],
+    "narrow": [0, 0],
+    "block": [0, 0],
+    "chains": [0, 0],
+    "chosen": [True, False],
+}
+"""The table of a run with a budget for recomputation."""
 
 
 def seconds(values: Any, warmups: tuple[float, ...] = ()) -> Samples:

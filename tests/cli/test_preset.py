@@ -6,7 +6,6 @@ import signal
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,11 @@ import trainstep.training.attention
 from cell_maker import finish, start, wait_until
 from record_maker import ENVIRONMENT
 from trainstep.cli import app
+from trainstep.cli.options import GridOptions, limits
+from trainstep.cli.running.preset import lab_of
 from trainstep.config.parsing import build_run
 from trainstep.config.run import RunConfig
 from trainstep.measure.harness.lab import TRIAL_STEPS
-from trainstep.measure.harness.runner import Limits
 from trainstep.measure.harness.sets_plan import FEWEST_SETS
 from trainstep.plan import preset as plan
 from trainstep.plan import trials
@@ -71,22 +71,14 @@ def test_bad_input_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("options", "processes"),
-    [("", None), ("--budget-minutes 5", FEWEST_SETS), ("--budget-minutes 5 --processes 20", 20)],
+    ("budget_minutes", "asked", "processes"), [(None, None, None), (5.0, None, FEWEST_SETS), (5.0, 20, 20)]
 )
-def test_under_a_budget_a_comparison_takes_the_fewest_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, processes: int | None
+def test_under_a_budget_a_search_compares_by_the_fewest_processes(
+    tmp_path: Path, budget_minutes: float | None, asked: int | None, processes: int | None
 ):
-    monkeypatch.chdir(tmp_path)
-    seen: list[int | None] = []
-
-    def run_presets(grid: Any, named: Any, device: str, precisions: Any, bounds: Limits, *_: Any) -> int:
-        seen.append(bounds.processes)
-        return 0
-
-    monkeypatch.setattr("trainstep.cli.running.preset.run_presets", run_presets)
-    assert app.run(["bench", "--device", "cpu", "--preset", "fastest", "--model", "tiny", *options.split()]) == 0
-    assert seen == [processes]
+    how = GridOptions(budget_minutes=budget_minutes)
+    lab = lab_of(Store(tmp_path / "p.jsonl"), limits(9.0, None, processes=asked), how, "cpu")
+    assert lab._limits.processes == processes
 
 
 def test_every_change_is_an_option_that_exists():

@@ -77,7 +77,7 @@ def bench(
     """
     grid = grid_from_text({name: text for name, text in fields.items() if name != "device"})
     _check_preset(preset, compare, allow_precision, grid)
-    bounds = limits(timeout_s, memory_limit_gib, processes=_processes(processes, preset, how), nodes=how.nodes)
+    bounds = limits(timeout_s, memory_limit_gib, processes=processes, nodes=how.nodes)
     here, device = this_machine(fields.get("device"), forks=not how.dry_run)
     grid = {"model": ["small" if device == "cuda" else "tiny"], **grid}
     if preset is None:
@@ -96,15 +96,6 @@ def bench(
     from trainstep.cli.cells import measure_grid
 
     return measure_grid(groups, "bench", bounds, how, here, compare=compare)
-
-
-def _processes(asked: int | None, preset: str | None, how: GridOptions) -> int | None:
-    """The number of processes of compared variants: in a preset under a budget the fewest, so that more changes are measured."""
-    if asked is not None or preset is None or how.budget_minutes is None:
-        return asked
-    from trainstep.measure.harness.sets_plan import FEWEST_SETS
-
-    return FEWEST_SETS
 
 
 def _with_ranks(

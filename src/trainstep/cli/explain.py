@@ -110,14 +110,11 @@ def _prove(
 ) -> int:
     """Prove the step of records, or of the options. Returns the exit code."""
     from trainstep.cli.running.prove import prove_model, prove_rows, request_of
-    from trainstep.measure.harness.sets_plan import FEWEST_SETS
 
     if how.resume:
         raise ValueError("resume: --prove always goes on with what its file of records has; leave it out")
     asked = request_of(proof)
-    # Under a budget a comparison takes the fewest processes that give a verdict, so that more changes are measured.
-    processes = FEWEST_SETS if proof.processes is None and how.budget_minutes is not None else proof.processes
-    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, processes=processes)
+    bounds = limits(TIMEOUT_S if timeout_s is None else timeout_s, memory_limit_gib, processes=proof.processes)
     if not paths:
         return prove_model(fields, measured, bounds, memory_limit_gib, asked, how)
     given = {**fields, "config": how.config}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from record_maker import ENVIRONMENT, a_record, seconds
+from record_maker import ENVIRONMENT, RECOMPUTE_CURVE, a_record, seconds
 from trainstep.config.parsing import build_config, config_hash, to_plain
 from trainstep.records.record import Fact, Failure, Record, Samples
 from trainstep.report.answers import answers
@@ -316,21 +316,11 @@ CHOICE = {
     "recompute_measured_peak_bytes": (20.5 * GIB, "bytes"),
     "recompute_added_s": (0.0125, "s"),
 }
-CURVE = {
-    "peak_bytes": [20 * GIB, 30 * GIB],
-    "added_s": [0.0125, 0.0],
-    "none": [4, 12],
-    "selective": [8, 0],
-    "narrow": [0, 0],
-    "block": [0, 0],
-    "chains": [0, 0],
-    "chosen": [True, False],
-}
 
 
 def within_a_budget(sync: str) -> Record:
     record = cell(sync, facts=CHOICE, recompute_budget_gib=21.0)
-    return dataclasses.replace(record, tables={**record.tables, "recompute_curve": CURVE})
+    return dataclasses.replace(record, tables={**record.tables, "recompute_curve": RECOMPUTE_CURVE})
 
 
 def test_the_recomputation_for_a_budget_is_in_the_tables_the_answer_and_the_page():

@@ -2,21 +2,12 @@
 
 import dataclasses
 
+from record_maker import RECOMPUTE_CURVE
 from trainstep.records.facts import facts_of
 from trainstep.report.kit.tables import all_tables
 from trainstep.report.step.answer import step_answer
 from trainstep.report.step.recomputation import curve_tables, recomputation_sections
 
-CURVE = {
-    "peak_bytes": [20 * 2**30, 30 * 2**30],
-    "added_s": [0.0125, 0.0],
-    "none": [4, 12],
-    "selective": [8, 0],
-    "narrow": [0, 0],
-    "block": [0, 0],
-    "chains": [0, 0],
-    "chosen": [True, False],
-}
 BLOCKS = {
     "kind": [0, 0],
     "blocks": [12, 12],
@@ -34,7 +25,7 @@ FACTS = facts_of(
 
 
 def test_the_curve_and_the_blocks_are_tables(make, rows):
-    tables = {"recompute_curve": CURVE, "recompute_blocks": BLOCKS}
+    tables = {"recompute_curve": RECOMPUTE_CURVE, "recompute_blocks": BLOCKS}
     record = dataclasses.replace(make(recompute_budget_gib=21.0), tables=tables)
     curve, blocks = curve_tables(rows([record]))
     assert [[entry.text for entry in row][-7:] for row in curve.entries] == [

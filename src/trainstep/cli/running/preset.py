@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import expand
 from trainstep.config.run import PRECISIONS
 from trainstep.measure.harness.lab import Lab
+from trainstep.measure.harness.sets_plan import FEWEST_SETS
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.plan.preset import Result, changes_within, search
 from trainstep.plan.trials import Options
@@ -91,7 +93,12 @@ def _searched(start: Options, precisions: Sequence[str], lab: Lab) -> Result:
 
 
 def lab_of(store: Store, bounds: "Limits", how: GridOptions, device: str, *, began_s: float | None = None) -> Lab:
-    """A lab that shows its progress on standard error, and notes this command in its records."""
+    """A lab that shows its progress on standard error, and notes this command in its records.
+
+    Under a budget a comparison takes the fewest processes that give a verdict, so that more changes are measured.
+    """
+    if bounds.processes is None and how.budget_minutes is not None:
+        bounds = replace(bounds, processes=FEWEST_SETS)
     command = shlex.join(["trainstep", *sys.argv[1:]])
     return Lab(
         store,

@@ -69,7 +69,7 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
         proof, found = _measured(one, lab, request, how)
         return show_plan(one, proof, found, lab, how)
     with store.locked(), interrupt_says(lambda: f"finished processes are kept in {store.path}; run it again"):
-        for line in _before_words(one, command, steps, str(store.path)):
+        for line in _before_words(one, command, f"{steps} steps{' or more' if lab.may_share else ''}", str(store.path)):
             tell(line, how)
         proof, _ = _measured(one, lab, request, how)
         proof.untried += lab.cut_off
@@ -88,12 +88,12 @@ def _check(request: Request) -> None:
         raise ValueError(f"script_steps: must be at least {_LEAST_STEPS}, not {request.script_steps}")
 
 
-def _before_words(one: Explained, command: ScriptCommand, steps: int, records: str) -> list[str]:
-    """What is said before the script runs."""
+def _before_words(one: Explained, command: ScriptCommand, steps: str, records: str) -> list[str]:
+    """What is said before the script runs. `steps`: how many each process takes, in words."""
     ranks = f" on {command.ranks} ranks" if command.ranks > 1 else ""
     words = [
-        f"{one.label}: `{shlex.join(command.words)}` is started again and again in {command.folder}{ranks}, {steps} steps or "
-        "more each time, with all that it does to files; records: " + records
+        f"{one.label}: `{shlex.join(command.words)}` is started again and again in {command.folder}{ranks}, {steps} "
+        "each time, with all that it does to files; records: " + records
     ]
     if command.changed:
         words.append("the script was changed since it was recorded: what is measured is the script as it is now")

@@ -98,8 +98,6 @@ class Lane:
         on_gpu = device.type == "cuda"
         self._copying = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._beside = torch.cuda.Stream(device, priority=-1) if on_gpu else None
-        self._last_meeting: torch.cuda.Event | None = None
-        """The end of the last meeting."""
         self._has_unjoined_work = False
         """Whether the second stream has work that the copies have not waited for."""
 
@@ -122,14 +120,13 @@ class Lane:
 
     def sent(self, *tensors: Tensor) -> Sent:
         """The message that was enqueued last."""
-        end = None if self._copying is None else self._copying.record_event()
-        return Sent(end=end, tensors=tensors)
+        return Sent(end=self.mark(), tensors=tensors)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Inside, work is enqueued that runs beside the copies between the last meeting and the next one, or `join`."""
-        if self._beside is not None and self._last_meeting is not None:
-            self._beside.wait_event(self._last_meeting)
+    def beside(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Inside, work is enqueued that runs beside the copies from a mark on until the next meeting, or `join`."""
+        if self._beside is not None and mark is not None:
+            self._beside.wait_event(mark)
         with torch.cuda.stream(self._beside):
             yield
             self._has_unjoined_work = True
@@ -144,8 +141,10 @@ class Lane:
         """What follows begins when all ranks have come here, with their copies and the work beside."""
         self.join()
         self._memory.meet(self._channel)
-        if self._copying is not None:
-            self._last_meeting = self._copying.record_event()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The place that the copies have reached; None on a CPU."""
+        return None if self._copying is None else self._copying.record_event()
 
 
 class PeerCopies:
@@ -177,7 +176,7 @@ class PeerCopies:
     def takes(self, message: Tensor | Pieces, reduction: str = "sum") -> bool:
         """Whether a message of this tensor, or of these pieces, goes by copies."""
         return (
-            message.nbytes >= max(1, self._least_bytes)
+            message.nbytes >= max(1, self._least_bytes)  # an empty message has no chunk
             and message.dtype in _DTYPES
             and reduction in _REDUCTIONS
             and (isinstance(message, Pieces) or message.is_contiguous())
@@ -195,13 +194,14 @@ class PeerCopies:
             self._push(lane.inbox(0), chunks[0])
             for number in range(len(chunks) + 1):
                 lane.meet()
+                met = lane.mark()
                 if number > 0:
                     self._pull(lane.outbox(number - 1), chunks[number - 1])
                 if number + 1 < len(chunks):
                     self._push(lane.inbox(number + 1), chunks[number + 1])
                 if number < len(chunks):
                     own = chunks[number][self._rank]
-                    with lane.beside():
+                    with lane.beside(met):
                         self._reduce(lane.inbox(number), own, [part for _, part in own], reduction)
                         self._show(lane.outbox(number), own)
         return lane.sent(*pieces.tensors)
@@ -215,11 +215,12 @@ class PeerCopies:
             self._push(lane.inbox(0), chunks[0])
             for number, chunk in enumerate(places_of_chunks):
                 lane.meet()
+                met = lane.mark()
                 if number + 1 < len(chunks):
                     self._push(lane.inbox(number + 1), chunks[number + 1])
                 own = chunks[number][self._rank]
                 places = [slice(chunk.start + place, chunk.start + place + part.numel()) for place, part in own]
-                with lane.beside():
+                with lane.beside(met):
                     _zero_between(places, into, chunk)
                     self._reduce(lane.inbox(number), own, [into[place] for place in places], reduction)
             lane.join()  # the last average belongs to the message; in all_reduce the last meeting joins it

@@ -44,7 +44,7 @@ class FakeLab(ScriptLab):
         known = {"steps": STEPS, "pairs": 6, "timeout_s": 9.0, "say": self.said.append, "facts": {}}
         here = dataclasses.replace(record.environment, memory_bytes=2**36)
         super().__init__(store, command_of(record), here=here, **{**known, **options})
-        self._may_share = True
+        self.may_share = True
 
     def _run(
         self, changes: Sequence[Mapping[str, str]], out: Sequence[Path], turns: Sequence[int]
@@ -243,8 +243,8 @@ def test_on_a_cpu_each_window_has_a_process_of_its_own(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     assert not ScriptLab(
         lab.store, lab.command, pairs=6, say=print, steps=9, timeout_s=9, facts={}, here=lab._here
-    )._may_share
-    lab._may_share = False
+    ).may_share
+    lab.may_share = False
     lab.first()
     lab.measure_in_rounds([{"workers": "2"}, {"workers": "3"}])
     assert lab.groups == [1, 3, 3, 8], "those of four rounds start together"
@@ -254,7 +254,7 @@ def test_a_script_that_is_too_short_ends_the_rounds_where_the_budget_has_no_room
     lab = FakeLab(tmp_path, steady)
     lab.most_windows = 1
     lab.first()
-    lab._is_spent = lambda next_s: not lab._may_share
+    lab._is_spent = lambda next_s: not lab.may_share
     lab.measure_in_rounds([{"workers": "2"}])
     assert lab.started[1:] == ["", "workers=2", "workers=2 ended", " ended"]
     assert "the budget had room for 1 of 6 rounds" in lab.compare({}, {"workers": "2"}, 0).reason

@@ -95,7 +95,7 @@ class ScriptLab(ScriptProcesses):
     def _coming(self, left: Sequence[Options], pair: int) -> range:
         """The rounds from `pair` on whose processes start together."""
         end = _TRIED_PAIRS if pair < _TRIED_PAIRS else self._pairs
-        if self._may_share:
+        if self.may_share:
             return range(pair, end)
         count = 1
         while pair >= _TRIED_PAIRS and pair + count < end and self._have_room([self.start, *left] * (count + 1)):
@@ -106,7 +106,7 @@ class ScriptLab(ScriptProcesses):
         """The changes in parts that have room beside an original."""
         parts: list[list[Options]] = []
         for options in left:
-            if not parts or (self._may_share and not self._have_room([self.start, *parts[-1], options])):
+            if not parts or (self.may_share and not self._have_room([self.start, *parts[-1], options])):
                 parts.append([])
             parts[-1].append(options)
         return parts
@@ -114,7 +114,7 @@ class ScriptLab(ScriptProcesses):
     def _measure_rounds(self, part: Sequence[Options], rounds: Sequence[int]) -> bool:
         """Measure what these rounds still need. False if nothing may run, or no longer."""
         roles = [role for each in rounds for role in self._lacking(part, each)]
-        shared = self._may_share and self._have_room([self.start, *part])
+        shared = self.may_share and self._have_room([self.start, *part])
         return self._processes(roles, counts=False, shared=shared) is not None
 
     def _lacking(self, left: Sequence[Options], pair: int) -> list[Role]:
@@ -173,7 +173,7 @@ class ScriptLab(ScriptProcesses):
         while best:
             missing = [options for each in rounds for options, _ in self._lacking(best, each)]
             together_s = self.comparison_s({}) if self._may_join(best) else 0.0
-            if not missing or not self._is_spent(self._expected_s(missing, shared=self._may_share) + together_s):
+            if not missing or not self._is_spent(self._expected_s(missing, shared=self.may_share) + together_s):
                 break
             best.pop()
         return [options for options in left if options in best]

@@ -81,7 +81,7 @@ class ScriptProcesses:
         """Of processes that started together, the first one's share of their time: all start in it."""
         self._turns_s: list[float] = []
         """The others' shares, and those of further windows."""
-        self._may_share = command.ranks == 1 and command.record.config["device"] == "cuda"
+        self.may_share = command.ranks == 1 and command.record.config["device"] == "cuda"
         """Whether a process may have several windows. On a CPU a start takes seconds, and processes differ by more."""
         for record in self._known.values():
             if self._is_ours(record):
@@ -145,13 +145,14 @@ class ScriptProcesses:
         if missing and (self._dry_run or (counts and self._is_spent(expected_s))):
             return None
         while missing:
-            shares = shared and self._may_share
-            together = self._groups(missing, shared=shares)[0]  # anew each time, as what has run tells what it takes
-            self._run_alone(self._run_together(together, shared=shares), shared=shares)
+            together = self._groups(missing, shared=shared)[0]  # anew each time, as what has run tells what it takes
+            failed = self._run_together(together, shared=shared)
+            is_too_short = shared and not self.may_share  # for several windows
+            shared = shared and self.may_share
+            self._run_alone(failed, shared=shared)
             missing = [role for role in missing if self._name(*role) not in self._known]
-            # The script is too short for several windows, so there are more starts to come than were expected.
-            if shares != (shared and self._may_share) and self._is_spent(self._expected_s([one for one, _ in missing])):
-                return None
+            if is_too_short and self._is_spent(self._expected_s([options for options, _ in missing])):
+                return None  # there are more starts to come than were expected
         return [self._known[self._name(*role)] for role in roles]
 
     def _run_together(self, roles: Sequence[Role], *, shared: bool = False) -> list[Role]:
@@ -172,7 +173,7 @@ class ScriptProcesses:
                     record = self._whole(Store(out[place]).finished(), trouble, kind, changes[place], window)
                     now_s, role = time.monotonic(), left[place].pop(0)
                     if record is None:
-                        self._may_share = False
+                        self.may_share = False
                     elif record.failure is not None and len(seats) > 1:
                         failed += [role, *left[place]]
                     else:
@@ -191,7 +192,7 @@ class ScriptProcesses:
         """The roles of each process."""
         seats: dict[str, list[Role]] = {}
         for options, name in roles:
-            seat = self.key_of(options) if shared and self._may_share else self._name(options, name)
+            seat = self.key_of(options) if shared else self._name(options, name)
             seats.setdefault(seat, []).append((options, name))
         return list(seats.values())
 
