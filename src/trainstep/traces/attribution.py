@@ -11,8 +11,8 @@ replayed  a graph's kernels come from a single launch, so no span names their pl
 [Note: replays] A graph holds the same kernels in the same order as the step from which it was captured, but for memsets, in whose
 place it has kernels that fill bytes; both have one name here. So the n-th kernel of a name in a replay belongs where the n-th of
 that name belongs in a profile of the step run eagerly. Where the two have a name unequally often (a library may choose another
-kernel while a graph is captured), it belongs where the kernel before it does. On a CPU a tape of operators takes the graph's place; it has
-copies that the eager step lacks, so fewer operators are placed by order.
+kernel while a graph is captured), it belongs where the kernel before it does. On a CPU a tape of operators takes the graph's place;
+it has copies that the eager step lacks, so fewer operators are placed by order.
 """
 
 import bisect
