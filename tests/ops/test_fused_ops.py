@@ -139,7 +139,7 @@ def requests() -> Iterator[dict[str, Any]]:
         for interleaved in (True, False):
             heads = {"INTERLEAVED": interleaved, "INVERSE": interleaved, "HEAD_DIM": 80, "HEADS": 16, "HALF": 64}
             yield request("rotary", "rotary_kernel", 4, 6, angles, **heads)
-        yield request("swiglu", "swiglu_kernel", 4, 6, {}, BLOCK=2048)
+        yield request("swiglu", "swiglu_kernel", 8, 3, {}, BLOCK=2048)
         yield request("swiglu", "swiglu_backward_kernel", 4, 12, {}, BLOCK=2048, WRITE_Y=True)
         for has_lse in (True, False):
             loss = {"HAS_LSE": has_lse, "GRADIENT": True, "BLOCK": 8192}
