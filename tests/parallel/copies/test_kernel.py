@@ -18,7 +18,7 @@ SIZES = (1, 17, 1000, 4096, 300_000)
 
 
 def both(
-    numel: int, slots: int, dtype: torch.dtype, device: str, *, in_place: bool
+    numel: int, slots: int, dtype: torch.dtype, device: str, *, in_place: bool, shows: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's result and the CPU's, on the same random numbers."""
     generator = torch.Generator().manual_seed(numel + slots)
@@ -27,7 +27,9 @@ def both(
     exact, own_there = torch.empty_like(own), own.clone().to(device)
     add_up(own, inbox, exact, 1 / (slots + 1))
     into = own_there if in_place else torch.full_like(own_there, float("nan"))
-    add_up_on_gpu(own_there, inbox.to(device), into, 1 / (slots + 1))
+    also = torch.full_like(own_there, float("nan")) if shows else None
+    add_up_on_gpu(own_there, inbox.to(device), into, 1 / (slots + 1), also)
+    assert also is None or torch.equal(also, into)
     return into.cpu(), exact
 
 
@@ -40,8 +42,9 @@ def test_the_kernel_in_the_interpreter():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_interpreted(dtype: torch.dtype, in_place: bool):
     for numel in SIZES[:4]:
-        result, exact = both(numel, 1, dtype, "cpu", in_place=in_place)
-        assert torch.equal(result, exact)
+        for shows in (False, True):
+            result, exact = both(numel, 1, dtype, "cpu", in_place=in_place, shows=shows)
+            assert torch.equal(result, exact)
 
 
 @pytest.mark.gpu
@@ -49,7 +52,7 @@ def test_interpreted(dtype: torch.dtype, in_place: bool):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_gpu(dtype: torch.dtype, slots: int):
     for numel in SIZES:
-        result, exact = both(numel, slots, dtype, "cuda", in_place=numel % 2 == 0)
+        result, exact = both(numel, slots, dtype, "cuda", in_place=numel % 2 == 0, shows=numel > 1000)
         assert torch.equal(result, exact)
 
 
@@ -59,7 +62,7 @@ def requests() -> Iterator[dict[str, Any]]:
             yield {
                 "module": "trainstep.parallel.copies.kernel",
                 "kernel": "add_up_kernel",
-                "constants": {"SLOTS": slots, "BLOCK": 4096},
+                "constants": {"SLOTS": slots, "ALSO": slots == 7, "BLOCK": 4096},
                 "types": {"scale": "fp32"},
                 "aligned": ["slot_stride", "numel"],
                 "element": ("bf16", "fp16", "bf16", "fp32")[index],

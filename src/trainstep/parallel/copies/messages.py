@@ -202,8 +202,7 @@ class PeerCopies:
                 if number < len(chunks):
                     own = chunks[number][self._rank]
                     with lane.beside(met):
-                        self._reduce(lane.inbox(number), own, [part for _, part in own], reduction)
-                        self._show(lane.outbox(number), own)
+                        self._reduce(lane.inbox(number), own, [part for _, part in own], reduction, lane.outbox(number))
         return lane.sent(*pieces.tensors)
 
     def reduce_scatter(self, shard: Tensor, pieces: Pieces, reduction: str) -> Sent:
@@ -234,8 +233,8 @@ class PeerCopies:
         with lane.message():
             for number, chunk in enumerate(_chunks(own.numel(), self._gathered_bytes // own.itemsize)):
                 parts = self._cut(whole, own.numel(), chunk)
-                self._show(lane.outbox(number), [(0, own[chunk])])
                 ((_, to),) = parts[self._rank]
+                self._place(self._rank, lane.outbox(number), 0, to).copy_(own[chunk])
                 if to.data_ptr() != own[chunk].data_ptr():  # else the shard is a view of `tensor`
                     to.copy_(own[chunk])
                 lane.meet()
@@ -254,17 +253,15 @@ class PeerCopies:
             for place, part in parts_of[peer]:
                 self._place(peer, first, place, part).copy_(part)
 
-    def _reduce(self, inbox: int, own: Fragments, into: Sequence[Tensor], reduction: str) -> None:
-        """Reduce this rank's parts of a chunk and those that have arrived."""
+    def _reduce(
+        self, inbox: int, own: Fragments, into: Sequence[Tensor], reduction: str, outbox: int | None = None
+    ) -> None:
+        """Reduce this rank's parts of a chunk and those that have arrived; with an outbox, show the others the results there."""
         scale = 1 / self._world_size if reduction == "average" else 1.0
         arrived = self._memory.of(self._rank)[inbox : inbox + self._slot_bytes * len(self._peers)]
         for (place, part), to in zip(own, into, strict=True):
-            add_up(part, arrived.view(part.dtype).view(len(self._peers), -1)[:, place:], to, scale)
-
-    def _show(self, outbox: int, own: Fragments) -> None:
-        """Copy this rank's parts of a chunk to where the others find them."""
-        for place, part in own:
-            self._place(self._rank, outbox, place, part).copy_(part)
+            also = None if outbox is None else self._place(self._rank, outbox, place, part)
+            add_up(part, arrived.view(part.dtype).view(len(self._peers), -1)[:, place:], to, scale, also)
 
     def _pull(self, outbox: int, parts_of: Sequence[Fragments]) -> None:
         """`parts_of[p]` becomes what rank p shows."""
@@ -297,15 +294,20 @@ def _zero_between(places: Sequence[slice], shard: Tensor, chunk: slice) -> None:
         end = place.stop
 
 
-def add_up(own: Tensor, slots: Tensor, into: Tensor, scale: float) -> None:
-    """into = scale (own + slots[0] + slots[1] + ...), added in fp32 in this order, rounded once.
+def add_up(own: Tensor, slots: Tensor, into: Tensor, scale: float, also: Tensor | None = None) -> None:
+    """into = scale (own + slots[0] + slots[1] + ...), added in fp32 in this order, rounded once; and the same into `also`.
 
-    `own`, `into`: (n,), may be the same; `slots`: (k, at least n); all of one dtype.
+    `own`, `into`, `also`: (n,), the first two may be the same; `slots`: (k, at least n); all of one dtype.
+
+    One kernel, not a copy behind a kernel: in a graph the driver makes a kernel of a copy within a GPU, without the priority of its
+    stream, and that waits until every block of a large kernel of the step has begun.
     """
     if own.device.type != "cpu":
-        add_up_on_gpu(own, slots, into, scale)
+        add_up_on_gpu(own, slots, into, scale, also)
         return
     total = own.float()
     for slot in slots:
         total = total + slot[: own.numel()].float()
     into.copy_(total * scale)
+    if also is not None:
+        also.copy_(into)
