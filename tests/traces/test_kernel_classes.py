@@ -38,6 +38,8 @@ def test_recorded_names_have_their_class(path: Path):
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("ncclKernel_ReduceScatter_RING_LL_Sum_float(ncclWorkElem)", "communication"),
         ("void multimem_all_reduce_kernel<c10::BFloat16, 16>(...)", "communication"),
+        ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)", "communication"),
+        ("add_up_kernel", "communication"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "attention"),
         ("void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)", "attention"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>(...)", "attention"),
@@ -75,6 +77,12 @@ def test_names_of_other_libraries_have_their_class(name: str, expected: str):
 def test_copies_and_memsets_are_copies(kind: str):
     activity = Activity(kind=kind, name="?", device=0, stream=0, start_ns=0, duration_ns=1, correlation=1)
     assert kernel_class(activity) == "copies"
+
+
+def test_a_copy_between_gpus_is_communication():
+    name = "Memcpy PtoP (Device -> Device)"
+    activity = Activity(kind=MEMCPY, name=name, device=0, stream=0, start_ns=0, duration_ns=1, correlation=1)
+    assert kernel_class(activity) == "communication"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,11 @@ CLASSES = (
 FILLS_BYTES = "FillFunctor<unsigned char>"
 """In the name of the kernel that a captured step has where the eager step has a memset (capture/memset_nodes.py)."""
 _KERNELS = [
-    (COMMUNICATION, r"nccl|nvshmem|multimem|cross_device_reduce|all_?reduce|reduce_?scatter|all_?gather|gloo|mscclpp"),
+    (
+        COMMUNICATION,
+        r"nccl|nvshmem|multimem|cross_device_reduce|all_?reduce|reduce_?scatter|all_?gather|gloo|mscclpp|symmetric_memory::|"
+        r"^add_up_kernel$",
+    ),
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|adamw?_kernel|FusedAdam|FusedSgd"),
     (
         ATTENTION,
@@ -90,8 +94,10 @@ _MOVING = (
 
 
 def kernel_class(activity: Activity) -> str:
-    """The class of a device activity."""
-    return COPIES if activity.kind in (MEMCPY, MEMSET) else class_of_kernel(activity.name)
+    """The class of a device activity. A copy between GPUs is a part of a message."""
+    if activity.kind in (MEMCPY, MEMSET):
+        return COMMUNICATION if "PtoP" in activity.name else COPIES
+    return class_of_kernel(activity.name)
 
 
 def class_of_kernel(name: str) -> str:
