@@ -13,6 +13,7 @@ from op_check import DEVICES, DTYPES, INTERPRETED, check, interpret, normal
 from trainstep.ops import linear_cross_entropy as module
 from trainstep.ops import reference
 from trainstep.ops.linear_cross_entropy import LinearCrossEntropy, chunk_of, linear_cross_entropy
+from trainstep.plan.model_ops import chunk_tokens
 
 CASES: list[dict[str, Any]] = [
     {},
@@ -64,6 +65,17 @@ def test_a_vocabulary_of_several_tiles(device: str):
     check(
         lambda hidden, weight: linear_cross_entropy(hidden, weight, targets),
         lambda hidden, weight: reference.linear_cross_entropy(hidden, weight, targets),
+        [hidden, weight],
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_chunks_may_be_summed_in_16_bits(dtype: torch.dtype, device: str):
+    hidden, weight, targets = operands(208, 30, dtype, device)
+    check(
+        lambda *x: linear_cross_entropy(*x, targets, chunk_tokens=13, sum_dtype=None),
+        lambda *x: reference.linear_cross_entropy(*x, targets),
         [hidden, weight],
     )
 
@@ -185,11 +197,19 @@ def test_the_module_is_a_head_without_bias():
     torch.testing.assert_close(head(hidden, targets), cross_entropy(linear(hidden), targets, label_smoothing=0.1))
 
 
-def test_chunks_have_256_mib_of_logits_and_full_tiles():
-    assert chunk_of(151_936, 2) == 768
+def test_chunks_have_256_mib_of_logits_and_full_tiles_or_2048_tokens_within_1_gib():
     assert chunk_of(10_000, 2) == 13_312
+    assert chunk_of(50_304, 2) == 2_560
+    assert chunk_of(151_936, 2) == 2_048
+    assert chunk_of(151_936, 4) == 1_536
     assert chunk_of(10**9, 4) == 256, "at least one tile"
-    assert math.isclose(768 * 151_936 * 2 / 2**28, 0.87, rel_tol=0.01)
+    assert math.isclose(2_048 * 151_936 * 2 / 2**30, 0.58, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 1_000, 10_000, 32_768, 65_537, 151_936, 10**6, 10**9])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_plan_knows_the_tokens_of_a_chunk(vocabulary: int, element_bytes: int):
+    assert chunk_tokens(vocabulary, element_bytes) == chunk_of(vocabulary, element_bytes)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,12 @@ from trainstep.spans import span
 with suppress(ImportError):  # there is no triton for this platform; has_kernel then says so
     from trainstep.ops.kernels.cross_entropy import launch_cross_entropy, launch_scale
 
-_LOGITS_BYTES = 2**28
-"""Bytes of the logits of a chunk, unless the caller chooses its tokens."""
+_LOGITS_BYTES, _MOST_LOGITS_BYTES = 2**28, 2**30
+"""Bytes of the logits of a chunk, unless the caller chooses its tokens; of a large vocabulary as many as `_FEWEST_TOKENS` need, up
+to the most."""
+_FEWEST_TOKENS = 2048
+"""Each chunk reads and writes the sum of dW once more: with 151,936 words on an H200, chunks of 768 tokens took 1.11 of the time of
+the three matmuls, of 2,048 tokens 1.04, of 8,192 tokens 1.02 (results/h200/loss_bill.csv)."""
 _CHUNK_MULTIPLE = 256
 """Chunks have a multiple of these tokens, for full tiles in the matmuls."""
 
@@ -48,8 +52,9 @@ def linear_cross_entropy(
     """The mean or sum of the loss over tokens whose target is not `ignore_index`: a scalar in fp32.
 
     hidden (..., C) and weight (V, C) in one dtype of fp32, bf16 and fp16, or of different ones under autocast, which applies;
-    targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's. `chunk_tokens`: by default as many as have 256 MiB
-    of logits. A target out of range gives NaN. Where no token counts, the mean is NaN, as torch's.
+    targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's, which in bf16 meets the 2x rule with up to 16 chunks.
+    `chunk_tokens`: by default as many as have 256 MiB of logits, or 2,048 if these have at most 1 GiB. A target out of range gives
+    NaN. Where no token counts, the mean is NaN, as torch's.
 
     On a CPU and in fp64 ops/reference.py runs, with whole logits. ValueError for shapes and settings that do not fit; RuntimeError
     for a second backward pass with gradients in forward, whose memory the first has reused, and for create_graph=True with them.
@@ -103,7 +108,8 @@ class LinearCrossEntropy(nn.Module):
 
 def chunk_of(vocabulary: int, element_bytes: int) -> int:
     """Tokens of a chunk by default."""
-    tokens = _LOGITS_BYTES // (vocabulary * element_bytes)
+    row_bytes = vocabulary * element_bytes
+    tokens = max(_LOGITS_BYTES // row_bytes, min(_FEWEST_TOKENS, _MOST_LOGITS_BYTES // row_bytes))
     return max(1, tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
 
 

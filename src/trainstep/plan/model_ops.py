@@ -22,7 +22,7 @@ _LOSS = "torch.nn.functional.cross_entropy keeps the log-softmax in fp32"
 
 _LSE_ROWS = 32
 """Memory-efficient attention pads the log-sum-exp of a head to a multiple of these rows."""
-_CHUNK_BYTES, _CHUNK_MULTIPLE = 2**28, 256
+_CHUNK_BYTES, _MOST_CHUNK_BYTES, _FEWEST_TOKENS, _CHUNK_MULTIPLE = 2**28, 2**30, 2048, 256
 """The fused head's logits at a time (ops/linear_cross_entropy.py)."""
 TILED = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "trainstep")
 """Attentions that never have the S x S matrix in memory."""
@@ -155,8 +155,10 @@ def check_known(run: RunConfig) -> None:
 
 
 def chunk_tokens(vocabulary: int, element_bytes: int) -> int:
-    """Tokens whose logits the fused head has at a time: 256 MiB of them, as ops/linear_cross_entropy.py."""
-    return max(1, _CHUNK_BYTES // (vocabulary * element_bytes) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+    """Tokens whose logits the fused head has at a time, as ops/linear_cross_entropy.py."""
+    row_bytes = vocabulary * element_bytes
+    tokens = max(_CHUNK_BYTES // row_bytes, min(_FEWEST_TOKENS, _MOST_CHUNK_BYTES // row_bytes))
+    return max(1, tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
 
 
 def tensor(
