@@ -195,7 +195,9 @@ def test_compiled_blocks_are_measured_uncompiled_on_a_cpu():
 
 @pytest.fixture
 def whole_gpu() -> Iterator[None]:
-    """Takes the limit of memory away again, that a budget sets."""
+    """Frees what earlier tests left, and takes the limit of memory away again, that a budget sets."""
+    gc.collect()
+    torch.cuda.empty_cache()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()

@@ -120,24 +120,25 @@ def optimizer(
 
 
 class Fragments:
-    """A buffer that is a little larger in each step, so that no freed block is large enough for the next.
+    """A buffer that is larger than all that the allocator has cached, and a little larger in each step.
 
     From the third step on, when the optimizer has its state, memory ends a little behind what is reserved, anew in each step: so
-    the allocator gives back all that is free, in every step, and asks the driver for it again.
+    the allocator gives back all that is free, in every step, and asks the driver for it again. (A smaller buffer would be a part
+    of a cached block.)
     """
 
     def __init__(self, device: str) -> None:
-        self._device, self._elements, self._steps = device, 2**25, 0
+        self._device, self._steps = device, 0
 
     def grow(self) -> None:
         """Take the step's buffer and give it back."""
-        self._elements += 2**21
         self._steps += 1
         if self._steps >= 3:
             total = torch.cuda.get_device_properties(0).total_memory
             most = torch.cuda.memory_reserved() + _ROOM_BYTES
             torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
-        torch.empty(self._elements, device=self._device).fill_(0.0)
+            largest = max(segment["total_size"] for segment in torch.cuda.memory_snapshot())
+            torch.empty(largest + _ROOM_BYTES // 2, dtype=torch.uint8, device=self._device)
 
 
 def start_other_process(device: str) -> None:
