@@ -92,7 +92,7 @@ def test_flex_forward_runs_on_a_cpu():
     assert RunConfig(model=TINY, attention="flex", mode="forward_no_grad").attention == "flex"
 
 
-@pytest.mark.parametrize("attention", ["sdpa_flash", "sdpa_cudnn"])
+@pytest.mark.parametrize("attention", ["sdpa_flash", "sdpa_cudnn", "flash_attn_4"])
 def test_backends_of_16_bits_refuse_fp32_on_cuda(attention: str):
     for precision in ("fp32", "tf32"):
         text = refusal(device="cuda", attention=attention, precision=precision)
@@ -100,6 +100,15 @@ def test_backends_of_16_bits_refuse_fp32_on_cuda(attention: str):
     for precision in ("bf16", "bf16_autocast", "fp16_autocast"):
         RunConfig(model=TINY, device="cuda", attention=attention, precision=precision)
     RunConfig(model=TINY, attention="sdpa_flash")
+
+
+def test_flash_attn_4_needs_a_gpu_and_widths_that_it_has():
+    assert refusal(attention="flash_attn_4").startswith("attention: flash_attn_4 runs on CUDA only")
+    narrow = dataclasses.replace(TINY, d_model=2 * 20, heads=2)
+    fields = {"attention": "flash_attn_4", "device": "cuda", "precision": "bf16"}
+    assert "takes heads as wide as multiples of 8 up to 256, not 20" in refusal(model=narrow, **fields)
+    RunConfig(model=TINY, **fields)
+    RunConfig(model=narrow, device="cuda", precision="bf16")
 
 
 def test_text_needs_a_vocabulary_of_bytes():
@@ -138,6 +147,10 @@ def test_seeds_are_limited_to_those_of_torch():
         (
             {"recompute": "selective", "attention": "flex", "device": "cuda", "precision": "bf16"},
             "attention: flex compiles itself",
+        ),
+        (
+            {"recompute": "narrow", "attention": "flash_attn_4", "device": "cuda", "precision": "bf16"},
+            "attention: flash_attn_4 is no operator of torch's",
         ),
         ({"recompute_budget_gib": 0.0}, "recompute_budget_gib: must be positive or none"),
         ({"recompute_budget_gib": 1.0, "recompute": "block"}, "recompute: is chosen by recompute_budget_gib"),

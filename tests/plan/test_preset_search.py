@@ -266,6 +266,9 @@ def test_precisions_are_tried_only_if_allowed_and_ops_only_in_our_model():
     assert always[:2] == [{"capture": "auto"}, {"precision": "bf16_autocast"}], "the device's time decides from then on"
     assert len(changes_within(["bf16_autocast"], built_in=True)) == len(CHANGES) + 1
     assert not any("precision" in change.options for change in CHANGES)
+    without = changes_within(["bf16_autocast"], built_in=True, is_installed=lambda package: package != "flash-attn-4")
+    assert len(without) == len(CHANGES)
+    assert all(change.options.get("attention") != "flash_attn_4" for change in without)
     own = [name for change in changes_within([], built_in=False) for name in change.options]
     assert "ops" not in own
     assert "attention" not in own

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
+from trainstep.config.attention import FLASH_ATTN_4_WIDEST, FLASH_ATTN_4_WIDTH_STEP
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.nodes import check_nodes
@@ -12,7 +13,10 @@ from trainstep.costs.transformer import step_flops
 
 MODES = ("forward", "forward_no_grad", "forward_backward", "step")
 PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "bf16_master")
-ATTENTIONS = ("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "trainstep")
+ATTENTIONS = (
+    *("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "trainstep"),
+    "flash_attn_4",
+)
 OPS = ("plain", "fused")
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused", "trainstep")
@@ -159,10 +163,11 @@ class RunConfig:
             )
         self._check_narrow_blocks()
         keeps_attention = self.recompute in ("selective", "narrow") or self.recompute_budget_gib is not None
-        if keeps_attention and self.attention == "flex" and isinstance(self.model, ModelConfig):
+        apart = {"flex": "compiles itself", "flash_attn_4": "is no operator of torch's"}
+        if keeps_attention and self.attention in apart and isinstance(self.model, ModelConfig):
             raise ValueError(
-                "attention: flex compiles itself, so that its result cannot be kept apart; take another attention, or recompute "
-                "block or none"
+                f"attention: {self.attention} {apart[self.attention]}, so that its result cannot be kept apart; take another "
+                "attention, or recompute block or none"
             )
         if self.recompute_budget_gib is None:
             return
@@ -225,20 +230,27 @@ class RunConfig:
             raise ValueError("nvtx: ranges need a GPU; leave it out on a CPU")
         if self.device == "cpu" and self.precision == "tf32":
             raise ValueError("precision: tf32 is a mode of NVIDIA matrix units; on a CPU take fp32 or bf16_autocast")
-        if self.device == "cpu" and self.attention in ("sdpa_cudnn", "sdpa_efficient"):
+        if self.device == "cpu" and self.attention in ("sdpa_cudnn", "sdpa_efficient", "flash_attn_4"):
             raise ValueError(
                 f"attention: {self.attention} runs on CUDA only; on a CPU take sdpa, sdpa_flash, sdpa_math or plain"
             )
         if self.device == "cpu" and self.attention == "flex" and self.mode != "forward_no_grad":
             raise ValueError("attention: flex has no backward on a CPU; take sdpa or plain, or mode forward_no_grad")
         if (
-            self.attention in ("sdpa_flash", "sdpa_cudnn")
+            self.attention in ("sdpa_flash", "sdpa_cudnn", "flash_attn_4")
             and self.device == "cuda"
             and self.precision in ("fp32", "tf32")
         ):
             raise ValueError(
                 f"attention: {self.attention} takes 16-bit inputs; with precision {self.precision} take sdpa_efficient or sdpa"
             )
+        if self.attention == "flash_attn_4" and isinstance(self.model, ModelConfig):
+            width, step, widest = self.model.head_dim, FLASH_ATTN_4_WIDTH_STEP, FLASH_ATTN_4_WIDEST
+            if width % step or width > widest:
+                raise ValueError(
+                    f"attention: flash_attn_4 takes heads as wide as multiples of {step} up to {widest}, not {width}; take "
+                    "trainstep or sdpa"
+                )
 
     @property
     def tokens(self) -> int:

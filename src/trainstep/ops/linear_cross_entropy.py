@@ -52,7 +52,7 @@ def linear_cross_entropy(
     """The mean or sum of the loss over tokens whose target is not `ignore_index`: a scalar in fp32.
 
     hidden (..., C) and weight (V, C) in one dtype of fp32, bf16 and fp16, or of different ones under autocast, which applies;
-    targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's, which in bf16 meets the 2x rule with up to 16 chunks.
+    targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's, which in bf16 meets the 2x rule up to 16 chunks.
     `chunk_tokens`: by default as many as have 256 MiB of logits, or 2,048 if these have at most 1 GiB. A target out of range gives
     NaN. Where no token counts, the mean is NaN, as torch's.
 

@@ -24,7 +24,7 @@ _LSE_ROWS = 32
 """Memory-efficient attention pads the log-sum-exp of a head to a multiple of these rows."""
 _CHUNK_BYTES, _MOST_CHUNK_BYTES, _FEWEST_TOKENS, _CHUNK_MULTIPLE = 2**28, 2**30, 2048, 256
 """The fused head's logits at a time (ops/linear_cross_entropy.py)."""
-TILED = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "trainstep")
+TILED = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "trainstep", "flash_attn_4")
 """Attentions that never have the S x S matrix in memory."""
 RECOMPUTED = ("selective", "narrow", "block")
 """The modes of recomputation, all of which keep a block's input."""

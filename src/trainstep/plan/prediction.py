@@ -164,7 +164,7 @@ def _unmeasured(config: RanksConfig) -> Iterator[str]:
         f"recompute {run.recompute} of compiled blocks": run.compile != "none"
         and run.recompute in ("selective", "narrow"),
         f"adamw {run.adamw}": run.adamw in ("loop", "foreach"),
-        f"attention {run.attention}": run.attention in ("flex", "sdpa_cudnn"),
+        f"attention {run.attention}": run.attention in ("flex", "sdpa_cudnn", "flash_attn_4"),
         f"shard_ranks {sync.shard_ranks}": sync.shard_ranks is not None and sync.shard_ranks < config.ranks,
     }
     yield from (name for name, applies in options.items() if applies)

@@ -7,10 +7,11 @@ losses are right, and that they are not far slower. Only then are several proces
 is kept if the comparison calls it faster (docs/decisions/0021-presets-by-greedy-search.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainstep.config.attention import PACKAGES
 from trainstep.config.run import RECOMPUTES
 from trainstep.plan.trials import (
     BudgetSpent,
@@ -36,10 +37,14 @@ class Change:
     when: str = ALWAYS
     built_in: bool = False
     """Has an effect on the built-in model only."""
+    package: str = ""
+    """What must be installed; empty: nothing more."""
 
 
-def _row(when: str = ALWAYS, *, otherwise: Options | None = None, built_in: bool = False, **options: Any) -> Change:
-    return Change(options=options, otherwise=otherwise or {}, when=when, built_in=built_in)
+def _row(
+    when: str = ALWAYS, *, otherwise: Options | None = None, built_in: bool = False, package: str = "", **options: Any
+) -> Change:
+    return Change(options=options, otherwise=otherwise or {}, when=when, built_in=built_in, package=package)
 
 
 _UNCAPTURED, _EVERY = {"capture": "none"}, {"recompute_every": 1, "narrow_blocks": 0}
@@ -53,6 +58,7 @@ CHANGES = (
     _row(adamw="trainstep"),
     _row(update="in_backward", otherwise={"adamw": "trainstep"}),
     _row(built_in=True, attention="trainstep"),
+    _row(built_in=True, attention="flash_attn_4", package=PACKAGES["flash_attn_4"]),
     _row(built_in=True, attention="sdpa"),
     _row(built_in=True, attention="sdpa_flash"),
     _row(built_in=True, attention="sdpa_cudnn"),
@@ -68,11 +74,14 @@ _BEFORE_PRECISIONS = "capture"
 its kernels gain. They come before all else, because they decide which attentions can run."""
 
 
-def changes_within(precisions: Sequence[str], *, built_in: bool) -> list[Change]:
-    """The rows for a model, with one for each allowed precision."""
+def changes_within(
+    precisions: Sequence[str], *, built_in: bool, is_installed: Callable[[str], bool] = lambda package: True
+) -> list[Change]:
+    """The rows for a model, with one for each allowed precision, without those whose package is not installed."""
     allowed = [_row(precision=name) for name in precisions]
     place = 1 + next((place for place, change in enumerate(CHANGES) if _BEFORE_PRECISIONS in change.options), -1)
-    return [change for change in (*CHANGES[:place], *allowed, *CHANGES[place:]) if built_in or not change.built_in]
+    rows = [change for change in (*CHANGES[:place], *allowed, *CHANGES[place:]) if built_in or not change.built_in]
+    return [change for change in rows if not change.package or is_installed(change.package)]
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,11 @@
 """The one place where an attention's name becomes a callable (q, k, v) -> output on (B, H, S, D).
 
-`attention_named` returns the model's attention: causal, in the span "attention". SDPA on one backend and FlexAttention
-also have functions with other masks and shared key heads, which measure/attention/peers.py times alone.
+`attention_named` returns the model's attention: causal, in the span "attention". SDPA on one backend, FlexAttention and the
+packages flash-attn and flash-attn-4 also have functions with other masks and shared key heads, which measure/attention/peers.py
+times alone.
 """
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -11,10 +13,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from trainstep.config.attention import PACKAGES
 from trainstep.ops import flash_attention, reference
+from trainstep.ops.operators import autocast_dtype
 from trainstep.spans import span
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+PackagedAttention = Callable[..., Tensor | tuple[Tensor, ...]]
+"""flash_attn_func of a package: (B, S, H, D), options by name; flash-attn-4 also returns the log-sum-exp."""
 
 _SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -22,18 +28,35 @@ _SDPA_BACKENDS = {
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
 }
+_MODULES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
+"""The module that has each package's flash_attn_func."""
 _MASK_BYTES = 1 << 30
 
 
 def attention_named(name: str, context: int, device: torch.device) -> Attention:
-    """The attention with this name (RunConfig.attention) for sequences of `context` tokens."""
+    """The attention with this name (RunConfig.attention) for sequences of `context` tokens. ImportError if it is not installed."""
     if name == "plain":
         return _plain
     if name == "trainstep":
         return _trainstep
     if name == "flex":
         return _in_span(flex_attention(context, context, device))
+    if name == "flash_attn_4":
+        return _in_span(_of_package(flash_attn_func(name)))
     return _in_span(_sdpa if name == "sdpa" else sdpa_on(name))
+
+
+def flash_attn_func(name: str) -> PackagedAttention:
+    """The function of the package flash-attn or flash-attn-4. ImportError, with the reason, if anything it needs is absent."""
+    module, reason = _MODULES[name], "it has no flash_attn_func"
+    try:
+        # With flash-attn-4 alone there is an empty module flash_attn too.
+        function: PackagedAttention | None = getattr(importlib.import_module(module), "flash_attn_func", None)
+    except (ImportError, OSError, RuntimeError) as error:  # OSError, RuntimeError: a shared library does not load
+        function, reason = None, str(error)
+    if function is None:
+        raise ImportError(f"{name} is not installed; pip install {PACKAGES[name]} (import {module}: {reason})")
+    return function
 
 
 def sdpa_on(name: str, *, causal: bool = True, shares_keys: bool = False) -> Attention:
@@ -68,6 +91,21 @@ def flex_attention(
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=shares_keys)
         return output
+
+    return run
+
+
+def _of_package(attend: PackagedAttention) -> Attention:
+    # Its kernels take addresses, which the tensors of a compiler have not: what is compiled ends before it and begins behind it.
+    uncompiled: PackagedAttention = torch.compiler.disable(attend)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dtype = autocast_dtype(q)
+        if dtype is not None:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        output = uncompiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+        o_BSHD = output[0] if isinstance(output, tuple) else output
+        return o_BSHD.transpose(1, 2)
 
     return run
 

@@ -191,8 +191,8 @@ def _compile(module: nn.Module, run: RunConfig) -> None:
 
 
 def _is_whole(run: RunConfig) -> bool:
-    """Whether what is compiled must be one graph: our own model has no graph breaks; a user's model may have some."""
-    return isinstance(run.model, ModelConfig)
+    """Whether what is compiled must be one graph: our own model has graph breaks for flash-attn-4 only; a user's may have some."""
+    return isinstance(run.model, ModelConfig) and run.attention != "flash_attn_4"
 
 
 def parameter_count(module: nn.Module) -> int:

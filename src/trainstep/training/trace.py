@@ -34,7 +34,7 @@ from trainstep.training.partition import Partition, partitioned
 from trainstep.training.precision import float32_matmuls
 from trainstep.training.tape import Tape
 
-_ON_GPU_ONLY = ("sdpa_cudnn", "sdpa_efficient")
+_ON_GPU_ONLY = ("sdpa_cudnn", "sdpa_efficient", "flash_attn_4")
 _ASKS_FOR_DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _NO_DATA = ("data pointer", "data_ptr", "Cannot copy out of meta tensor", "meta tensors", ".numpy()")
 """What torch says when code looks into a tensor without memory."""

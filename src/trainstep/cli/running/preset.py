@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, interrupt_says
-from trainstep.cli.options import GridOptions
+from trainstep.cli.options import GridOptions, is_installed
 from trainstep.cli.running.progress import CellProgress, span_words
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import expand
@@ -87,7 +87,7 @@ def allowed_precisions(text: str | None) -> list[str]:
 
 
 def _searched(start: Options, precisions: Sequence[str], lab: Lab) -> Result:
-    changes = changes_within(precisions, built_in=":" not in str(start["model"]))
+    changes = changes_within(precisions, built_in=":" not in str(start["model"]), is_installed=is_installed)
     lab.start = start
     return search(start, changes, key_of=lab.key_of, trial=lab.trial, compare=lab.compare)
 

@@ -4,8 +4,7 @@
 of its first call into a sentence if the implementation refuses the case. AttentionConfig.refusal has what is known without trying.
 """
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from trainstep.ops import reference
 from trainstep.ops.flash_attention import Tiles, flash_attention
 from trainstep.ops.flash_attention.launch import tile_problem
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic, KernelPass, TileConfig, choose_row, why_illegal
-from trainstep.training.attention import Attention, flex_attention, sdpa_on
+from trainstep.training.attention import Attention, PackagedAttention, flash_attn_func, flex_attention, sdpa_on
 
-_MODULES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
-"""The module that has each package's flash_attn_func."""
 _REFUSALS = {"trainstep": (ValueError,), "flash_attn_4": (AssertionError, NotImplementedError)}
 """The errors with which these refuse a case."""
 _SMALL_TILE = 64 * 64
@@ -97,7 +94,7 @@ def _plain(config: AttentionConfig) -> Attention:
 
 def _flash_attn(config: AttentionConfig) -> Attention:
     """flash_attn_func of the package flash-attn or flash-attn-4, on (batch, seq, heads, head_dim)."""
-    attend = _flash_attn_func(config.implementation)
+    attend = _installed(config.implementation)
     causal, layout = config.causal, config.layout
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,18 +108,12 @@ def _flash_attn(config: AttentionConfig) -> Attention:
     return run
 
 
-def _flash_attn_func(name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+def _installed(name: str) -> PackagedAttention:
     """The package's function. CellFailed, with the reason, if the module or anything it needs is absent."""
-    module, reason = _MODULES[name], "it has no flash_attn_func"
     try:
-        # With flash-attn-4 alone there is an empty module flash_attn too.
-        function = getattr(importlib.import_module(module), "flash_attn_func", None)
-    except (ImportError, OSError, RuntimeError) as error:  # OSError, RuntimeError: a shared library does not load
-        function, reason = None, str(error)
-    if function is None:
-        words = f"implementation: {name} is not installed; pip install {PACKAGES[name]} (import {module}: {reason})"
-        raise refused(words, "import_error")
-    return function  # type: ignore[no-any-return]
+        return flash_attn_func(name)
+    except ImportError as error:
+        raise refused(f"implementation: {error}", "import_error") from None
 
 
 def _trainstep(config: AttentionConfig) -> Attention:
