@@ -98,7 +98,7 @@ def test_backends_of_16_bits_refuse_fp32_on_cuda(attention: str):
         text = refusal(device="cuda", attention=attention, precision=precision)
         assert text.startswith(f"attention: {attention} takes 16-bit inputs")
     for precision in ("bf16", "bf16_autocast", "fp16_autocast"):
-        RunConfig(model=TINY, device="cuda", attention=attention, precision=precision)
+        RunConfig(model=size("small"), device="cuda", attention=attention, precision=precision)
     RunConfig(model=TINY, attention="sdpa_flash")
 
 
@@ -106,9 +106,26 @@ def test_flash_attn_4_needs_a_gpu_and_widths_that_it_has():
     assert refusal(attention="flash_attn_4").startswith("attention: flash_attn_4 runs on CUDA only")
     narrow = dataclasses.replace(TINY, d_model=2 * 20, heads=2)
     fields = {"attention": "flash_attn_4", "device": "cuda", "precision": "bf16"}
-    assert "takes heads as wide as multiples of 8 up to 256, not 20" in refusal(model=narrow, **fields)
-    RunConfig(model=TINY, **fields)
+    assert "right for heads 64, 96 and 128 wide, not 20" in refusal(model=narrow, **fields)
+    assert "not 80" in refusal(model=size("2.7B"), **fields), "its dq was wrong there"
+    RunConfig(model=size("small"), **fields)
     RunConfig(model=narrow, device="cuda", precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("values", "instead"),
+    [
+        ({"compile": "model"}, "take another attention, or compile block or none"),
+        ({"compile": "block", "recompute": "block"}, "would compile nothing; take another attention, or compile none"),
+    ],
+    ids=str,
+)
+def test_flash_attn_4_is_refused_where_nothing_would_be_compiled(values: dict[str, Any], instead: str):
+    fields = {"model": size("small"), "device": "cuda", "precision": "bf16", **values}
+    text = refusal(**fields, attention="flash_attn_4")
+    assert text.startswith("compile: flash_attn_4 is no operator of torch's")
+    assert text.endswith(instead)
+    RunConfig(**fields, attention="trainstep")
 
 
 def test_text_needs_a_vocabulary_of_bytes():

@@ -69,12 +69,12 @@ def test_a_vocabulary_of_several_tiles(device: str):
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_chunks_may_be_summed_in_16_bits(dtype: torch.dtype, device: str):
+def test_eight_chunks_may_be_summed_in_16_bits(dtype: torch.dtype, device: str):
     hidden, weight, targets = operands(208, 30, dtype, device)
     check(
-        lambda *x: linear_cross_entropy(*x, targets, chunk_tokens=13, sum_dtype=None),
+        lambda *x: linear_cross_entropy(*x, targets, chunk_tokens=26, sum_dtype=None),
         lambda *x: reference.linear_cross_entropy(*x, targets),
         [hidden, weight],
     )

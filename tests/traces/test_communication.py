@@ -24,6 +24,7 @@ from trainstep.plan.peak_memory import exchange_of
 from trainstep.spans import span as real_span
 from trainstep.traces.communication import Communication, read_communication, waiting_s
 from trainstep.traces.kineto import Activity, Call, Range, Trace, parse_trace, read_trace
+from trainstep.traces.verdict import Unprofiled, verdict
 from trainstep.traces.work import read_work
 from trainstep.training.attention import attention_named
 from trainstep.training.optimizer import adamw_options
@@ -92,11 +93,39 @@ def test_a_message_by_copies_is_all_work_that_was_issued_in_its_span():
     communication = a_step(
         span("all_reduce bucket 0", 30, 50),
         *launched("Memcpy PtoP (Device -> Device)", 32, 50, 70, 2),
+        *launched("c10d::symmetric_memory::barrier_kernel(unsigned int**, int)", 33, 70, 95, 5),
         *launched("add_up_kernel", 35, 95, 110, 3),
-        *launched("fill", 52, 110, 115, 4),
+        *launched("Memcpy DtoD (Device -> Device)", 36, 110, 118, 6),
+        *launched("fill", 52, 118, 123, 4),
     )
-    assert in_microseconds(communication) == [("all_reduce bucket 0", 32, 50, 110, 50, 10)]
+    assert in_microseconds(communication) == [("all_reduce bucket 0", 32, 50, 118, 50, 18)]
     assert communication.steps[0].tail_s == 0, "the last work of backward is a fill that no message issued"
+
+
+def test_without_spans_only_a_librarys_kernels_are_messages():
+    communication = a_step(
+        *launched("Memcpy PtoP (Device -> Device)", 32, 50, 70, 2),
+        *launched("add_up_kernel", 35, 95, 110, 3),
+        *launched(NCCL, 36, 110, 130, 4),
+    )
+    assert [message.label for message in communication.messages] == ["ncclDevKernel_AllReduce_Sum_f32_RING_LL"]
+
+
+def test_what_a_message_copies_is_communication_and_nothing_that_computes():
+    work = read_work(
+        trace(
+            span("step 0", 0, 200),
+            span("forward", 5, 190),
+            *launched(GEMM, 10, 20, 60, 1),
+            span("all_gather blocks.0", 30, 50),
+            *launched("Memcpy DtoD (Device -> Device)", 36, 60, 80, 6),
+            *launched("Memcpy DtoD (Device -> Device)", 52, 80, 90, 4),
+        )
+    )
+    assert [piece.kind for piece in work.pieces] == ["matmul", "communication", "copies"]
+    found = verdict(work, Unprofiled())
+    assert found.matmul_share == pytest.approx(40 / 50)
+    assert found.exposed_share == pytest.approx(20 / 200)
 
 
 def test_a_message_by_copies_on_a_cpu_is_its_span_and_hides_nothing():

@@ -27,7 +27,7 @@ _ON_GPUS_ONLY = ("sdpa_cudnn", "sdpa_efficient", "flex", *PACKAGES)
 _SIXTEEN_BIT_ON_GPUS = ("sdpa_flash", "sdpa_cudnn", *PACKAGES)
 _MASKS_TOP_LEFT = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
 _MASKS_BOTTOM_RIGHT = tuple(PACKAGES)
-FLASH_ATTN_4_WIDTH_STEP, FLASH_ATTN_4_WIDEST = 8, 256
+_FLASH_ATTN_4_WIDTH_STEP, _FLASH_ATTN_4_WIDEST = 8, 256
 """Limits of head_dim on sm_90 (_validate_head_dims in flash-attn-4's interface.py). On other chips it refuses more itself, at its
 first call."""
 
@@ -181,7 +181,7 @@ class AttentionConfig:
         return None
 
     def _width_refusal(self) -> str | None:
-        name, width, step, widest = self.implementation, self.head_dim, FLASH_ATTN_4_WIDTH_STEP, FLASH_ATTN_4_WIDEST
+        name, width, step, widest = self.implementation, self.head_dim, _FLASH_ATTN_4_WIDTH_STEP, _FLASH_ATTN_4_WIDEST
         if name != "flash_attn_4" or (width % step == 0 and width <= widest):
             return None
         return f"implementation: {name} takes multiples of {step} up to {widest} as head_dim, not {width}"

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from trainstep.config.attention import FLASH_ATTN_4_WIDEST, FLASH_ATTN_4_WIDTH_STEP
 from trainstep.config.fields import check_choices, check_integer, check_positive, described, nearest
 from trainstep.config.model import ModelConfig, UserModel
 from trainstep.config.nodes import check_nodes
@@ -14,8 +13,8 @@ from trainstep.costs.transformer import step_flops
 MODES = ("forward", "forward_no_grad", "forward_backward", "step")
 PRECISIONS = ("fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "bf16_master")
 ATTENTIONS = (
-    *("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "trainstep"),
-    "flash_attn_4",
+    *("plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex"),
+    *("flash_attn_4", "trainstep"),
 )
 OPS = ("plain", "fused")
 COMPILES = ("none", "block", "model")
@@ -26,6 +25,8 @@ UPDATES = ("after_backward", "in_backward", "by_bucket")
 CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")
 _MOST_RANKS = 1024
+_FLASH_ATTN_4_WIDTHS = (64, 96, 128)
+"""Heads of these widths had right gradients on an H200, heads 80 wide a wrong dq (results/h200/attention_hopper_widths.jsonl)."""
 
 
 class Phase(StrEnum):
@@ -60,7 +61,11 @@ class RunConfig:
         "fp32",
         PRECISIONS,
     )
-    attention: str = described("attention of the built-in model", "sdpa", ATTENTIONS)
+    attention: str = described(
+        "attention of the built-in model; flash_attn_4 needs the package flash-attn-4, a GPU and 16 bits",
+        "sdpa",
+        ATTENTIONS,
+    )
     ops: str = described(
         "the built-in model's norms, rotation, SwiGLU and loss: plain PyTorch, or fused kernels", "plain", OPS
     )
@@ -163,11 +168,11 @@ class RunConfig:
             )
         self._check_narrow_blocks()
         keeps_attention = self.recompute in ("selective", "narrow") or self.recompute_budget_gib is not None
-        apart = {"flex": "compiles itself", "flash_attn_4": "is no operator of torch's"}
-        if keeps_attention and self.attention in apart and isinstance(self.model, ModelConfig):
+        unknown_to_torch = {"flex": "compiles itself", "flash_attn_4": "is no operator of torch's"}
+        if keeps_attention and self.attention in unknown_to_torch and isinstance(self.model, ModelConfig):
             raise ValueError(
-                f"attention: {self.attention} {apart[self.attention]}, so that its result cannot be kept apart; take another "
-                "attention, or recompute block or none"
+                f"attention: {self.attention} {unknown_to_torch[self.attention]}, so that recompute selective, narrow and a "
+                "recompute_budget_gib cannot keep its result; take another attention, or recompute block or none without a budget"
             )
         if self.recompute_budget_gib is None:
             return
@@ -242,15 +247,26 @@ class RunConfig:
             and self.precision in ("fp32", "tf32")
         ):
             raise ValueError(
-                f"attention: {self.attention} takes 16-bit inputs; with precision {self.precision} take sdpa_efficient or sdpa"
+                f"attention: {self.attention} takes 16-bit inputs; with precision {self.precision} take sdpa_efficient or sdpa, or "
+                "take precision bf16_autocast"
             )
         if self.attention == "flash_attn_4" and isinstance(self.model, ModelConfig):
-            width, step, widest = self.model.head_dim, FLASH_ATTN_4_WIDTH_STEP, FLASH_ATTN_4_WIDEST
-            if width % step or width > widest:
-                raise ValueError(
-                    f"attention: flash_attn_4 takes heads as wide as multiples of {step} up to {widest}, not {width}; take "
-                    "trainstep or sdpa"
-                )
+            self._check_flash_attn_4(self.model)
+
+    def _check_flash_attn_4(self, model: ModelConfig) -> None:
+        widths = _FLASH_ATTN_4_WIDTHS
+        if model.head_dim not in widths:
+            raise ValueError(
+                f"attention: flash_attn_4 is known to be right for heads {', '.join(map(str, widths[:-1]))} and {widths[-1]} "
+                f"wide, not {model.head_dim}; take trainstep or sdpa"
+            )
+        in_vain = {"model": "model", "block": "block with recomputation"} if self.recomputes else {"model": "model"}
+        if self.compile in in_vain:
+            remedy = "none" if self.recomputes else "block or none"
+            raise ValueError(
+                f"compile: flash_attn_4 is no operator of torch's, so that compile {in_vain[self.compile]} would compile nothing; "
+                f"take another attention, or compile {remedy}"
+            )
 
     @property
     def tokens(self) -> int:

@@ -30,8 +30,8 @@ _LOGITS_BYTES, _MOST_LOGITS_BYTES = 2**28, 2**30
 """Bytes of the logits of a chunk, unless the caller chooses its tokens; of a large vocabulary as many as `_FEWEST_TOKENS` need, up
 to the most."""
 _FEWEST_TOKENS = 2048
-"""Each chunk reads and writes the sum of dW once more: with 151,936 words on an H200, chunks of 768 tokens took 1.11 of the time of
-the three matmuls, of 2,048 tokens 1.04, of 8,192 tokens 1.02 (results/h200/loss_bill.csv)."""
+"""Each chunk reads and writes the sum of dW once more: with 151,936 words on an H200 and the sum in bf16, chunks of 768, 2,048 and
+8,192 tokens took 1.11, 1.04 and 1.02 of the three matmuls' time; in fp32 chunks of 768 took 1.215 (results/h200/loss_bill.csv)."""
 _CHUNK_MULTIPLE = 256
 """Chunks have a multiple of these tokens, for full tiles in the matmuls."""
 
@@ -52,9 +52,10 @@ def linear_cross_entropy(
     """The mean or sum of the loss over tokens whose target is not `ignore_index`: a scalar in fp32.
 
     hidden (..., C) and weight (V, C) in one dtype of fp32, bf16 and fp16, or of different ones under autocast, which applies;
-    targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's, which in bf16 meets the 2x rule up to 16 chunks.
-    `chunk_tokens`: by default as many as have 256 MiB of logits, or 2,048 if these have at most 1 GiB. A target out of range gives
-    NaN. Where no token counts, the mean is NaN, as torch's.
+    targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's, which is faster and needs less memory, but rounds
+    once a chunk: in bf16 the error of dW is 1.8 times plain PyTorch's with eight chunks (results/h200/loss_bill.csv), so take no
+    more. `chunk_tokens`: by default as many as have 256 MiB of logits, but up to 2,048 as far as these have at most 1 GiB. A target
+    out of range gives NaN. Where no token counts, the mean is NaN, as torch's.
 
     On a CPU and in fp64 ops/reference.py runs, with whole logits. ValueError for shapes and settings that do not fit; RuntimeError
     for a second backward pass with gradients in forward, whose memory the first has reused, and for create_graph=True with them.

@@ -190,9 +190,11 @@ def _projection(run: RunConfig, widths: Widths) -> Op:
 def _output(run: RunConfig, widths: Widths, *, on_gpu: bool) -> Op:
     """The projection of attention's output. It keeps that output itself where a kernel writes it as (B, S, H, D), else a copy.
 
-    Kernels write it as q lies in memory: (B, H, S, D) as the plain rotation leaves it. Memory-efficient attention does not care.
+    Kernels write it as q lies in memory: (B, H, S, D) as the plain rotation leaves it. Memory-efficient attention and flash-attn-4
+    do not care.
     """
-    as_needed = run.ops == "fused" or (on_gpu and (run.compile != "none" or _is_efficient(run, widths)))
+    as_needed = run.ops == "fused" or run.attention == "flash_attn_4"
+    as_needed = as_needed or (on_gpu and (run.compile != "none" or _is_efficient(run, widths)))
     shares = run.attention in TILED and (as_needed or _heads_are_rows(run))
     op = linear_op(widths, "attention projections", "N d", "N d", "d d", keeps_input=not shares, modes=_RESULTS)
     if run.attention not in TILED and _heads_are_rows(run):  # the input is the result of the batched product itself

@@ -48,6 +48,8 @@ def _row(
 
 
 _UNCAPTURED, _EVERY = {"capture": "none"}, {"recompute_every": 1, "narrow_blocks": 0}
+_KEPT_ATTENTION = {"attention": "trainstep"}
+"""Whose result recomputation can keep, in place of flex and flash_attn_4."""
 CHANGES = (
     _row(IF_TOO_LARGE, recompute="selective"),
     _row(IF_TOO_LARGE, recompute="narrow"),
@@ -65,8 +67,8 @@ CHANGES = (
     _row(built_in=True, attention="flex"),
     _row(built_in=True, ops="fused"),
     _row(IF_LESS, recompute="none", otherwise=_EVERY),
-    _row(IF_LESS, recompute="selective"),
-    _row(IF_LESS, recompute="narrow"),
+    _row(IF_LESS, recompute="selective", otherwise=_KEPT_ATTENTION),
+    _row(IF_LESS, recompute="narrow", otherwise=_KEPT_ATTENTION),
 )
 """What is tried, the largest expected gain first. Less recomputation comes last, when other changes may have made room."""
 _BEFORE_PRECISIONS = "capture"

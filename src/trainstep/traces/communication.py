@@ -7,14 +7,14 @@
     finished    its kernel or its last copy, or gloo's thread, was done
     exposed     time from start to finish during which nothing was computed; hidden is the rest
 
-A message sent by copies (parallel/copies/messages.py) is all work that was issued in its span; on a CPU it is the span.
+A message sent by copies (parallel/copies/messages.py) is all work that was issued in its span; on a CPU it is the span. Without
+spans, as in the launch of a graph, only a library's kernels are messages.
 
 Computing is any work on the device except messages. Without a device it is ops of the main thread outside of messages' spans;
 between them the thread waits or runs Python. Messages that overlap count once in a step's totals. A message's time includes the
 wait for the last rank; `waiting_s` separates the wait from the transfer, given all ranks' starts.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,14 +22,12 @@ from dataclasses import asdict, dataclass
 from trainstep.config.run import Phase
 from trainstep.costs.rank_groups import level_of, members
 from trainstep.traces.attribution import Attribution
-from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op
+from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op, is_librarys
 from trainstep.traces.kineto import Range, Thread, Trace
 from trainstep.traces.nesting import Cover, Nesting
 from trainstep.traces.tables import Columns, columns_of
-from trainstep.traces.work import TraceWork, Work
+from trainstep.traces.work import TraceWork, Work, is_message, message_span
 
-_MESSAGE = re.compile(r"(?:all_reduce|reduce_scatter|all_gather|broadcast)(?: |$)")
-"""Spans of parallel/collectives.py."""
 _GRADIENT_PHASES = (str(Phase.BACKWARD), str(Phase.GRAD_SYNC))
 _GLOO_RANGES = {
     "c10d::allreduce_": "gloo:all_reduce",
@@ -159,18 +157,17 @@ def _on_device(work: TraceWork) -> Iterator[_Message]:
 
 
 def _pieces_of_messages(work: TraceWork) -> list[tuple[Range | None, list[Work]]]:
-    """Each message's span and pieces: NCCL's kernel, or else all that was issued in the span. NCCL's may lack a span."""
+    """Each message's span and pieces: the library's kernel, or else all that was issued in the span. The library's may lack one."""
     messages: dict[tuple[Thread, int] | int, tuple[Range | None, list[Work]]] = {}
     for number, piece in enumerate(work.pieces):
         call = piece.call
-        span = _span(work, call.thread, call.start_ns) if call is not None else None
+        span = message_span(work.attribution, call.thread, call.start_ns) if call is not None else None
         if span is not None:
             messages.setdefault((span.thread, span.start_ns), (span, []))[1].append(piece)
-        elif piece.kind == COMMUNICATION:
+        elif is_librarys(piece.name):
             messages[number] = None, [piece]
     return [
-        (span, [piece for piece in pieces if piece.kind == COMMUNICATION] or pieces)
-        for span, pieces in messages.values()
+        (span, [piece for piece in pieces if is_librarys(piece.name)] or pieces) for span, pieces in messages.values()
     ]
 
 
@@ -179,7 +176,7 @@ def _on_host(work: TraceWork) -> Iterator[_Message]:
     by_gloo: set[tuple[Thread, int]] = set()
     for launch, run in _gloo_messages(attribution.trace):
         place = attribution.place_at(launch.thread, launch.start_ns)
-        span = _span(work, launch.thread, launch.start_ns)
+        span = message_span(attribution, launch.thread, launch.start_ns)
         if span is not None:
             by_gloo.add((span.thread, span.start_ns))
         yield _Message(
@@ -192,10 +189,12 @@ def _on_host(work: TraceWork) -> Iterator[_Message]:
         )
     asked = [op for op in attribution.trace.ranges if op.name in _GLOO_RANGES]
     by_gloo |= {
-        (span.thread, span.start_ns) for op in asked if (span := _span(work, op.thread, op.start_ns)) is not None
+        (span.thread, span.start_ns)
+        for op in asked
+        if (span := message_span(attribution, op.thread, op.start_ns)) is not None
     }
     for span in attribution.trace.ranges:
-        if _is_message(span) and (span.thread, span.start_ns) not in by_gloo:
+        if is_message(span) and (span.thread, span.start_ns) not in by_gloo:
             place = attribution.place_at(span.thread, span.start_ns)
             yield _Message(
                 label=span.name,
@@ -205,16 +204,6 @@ def _on_host(work: TraceWork) -> Iterator[_Message]:
                 started_ns=span.start_ns,
                 finished_ns=span.end_ns,
             )
-
-
-def _is_message(span: Range) -> bool:
-    return span.annotation and _MESSAGE.match(span.name) is not None
-
-
-def _span(work: TraceWork, thread: Thread, time_ns: int) -> Range | None:
-    """The innermost message span open at this time, if any."""
-    around = work.attribution.nestings[thread].around(time_ns) if thread in work.attribution.nestings else ()
-    return next((span for span in around if _is_message(span)), None)
 
 
 def _computing(work: TraceWork) -> Cover:
@@ -319,7 +308,7 @@ def _own_intervals(nesting: Nesting) -> Iterator[tuple[int, int]]:
     in_message: list[bool] = []
     for index, op in enumerate(nesting.ranges):
         parent = nesting.parents[index]
-        in_message.append(_is_message(op) or (parent >= 0 and in_message[parent]))
+        in_message.append(is_message(op) or (parent >= 0 and in_message[parent]))
         if (
             in_message[index]
             or op.annotation

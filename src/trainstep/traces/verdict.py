@@ -57,7 +57,7 @@ class Verdict:
     exposed_share: float
     """The share of the step in which there is communication and nothing is computed."""
     matmul_share: float
-    """The share of device time in matmuls and fused attention."""
+    """The share of the device time of all work but messages in matmuls and fused attention."""
     overhead_share: float
     """The share of a CPU's time that passes between ops."""
 
@@ -177,4 +177,5 @@ def _exposed_ns(pieces: tuple[Work, ...]) -> int:
 
 def _share(work: TraceWork, kinds: tuple[str, ...]) -> float:
     kinds_ns = sum(piece.duration_ns for piece in work.pieces if piece.kind in kinds)
-    return kinds_ns / work.total_ns if work.total_ns else 0.0
+    total_ns = sum(piece.duration_ns for piece in work.pieces if piece.kind != COMMUNICATION)
+    return kinds_ns / total_ns if total_ns else 0.0

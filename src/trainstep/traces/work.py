@@ -4,6 +4,7 @@ Every table begins with `read_work(trace)`. On a device the pieces are kernels a
 with their own (self) time, and the time between ops is a piece too, so that a step adds up either way.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,14 @@ from trainstep.traces.attribution import (
     placed_by_order,
 )
 from trainstep.traces.contexts import step_number
-from trainstep.traces.kernel_classes import OVERHEAD, class_of_op, kernel_class, short_name
-from trainstep.traces.kineto import Activity, Call, Timed, Trace, collector_paused
+from trainstep.traces.kernel_classes import COMMUNICATION, COPIES, OVERHEAD, class_of_op, kernel_class, short_name
+from trainstep.traces.kineto import Activity, Call, Range, Thread, Timed, Trace, collector_paused
 from trainstep.traces.nesting import gaps_before, union_ns
 from trainstep.traces.repetition import with_steps
 
 OP = "op"
+_MESSAGE = re.compile(r"(?:all_reduce|reduce_scatter|all_gather|broadcast)(?: |$)")
+"""Spans of parallel/collectives.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +99,7 @@ def read_work(trace: Trace, eager: Trace | None = None) -> TraceWork:
     windows = _windows(trace, attribution)
     if all(start == end for start, end in windows.values()):
         raise ValueError("the steps of the trace take no time: record it around whole steps")
-    pieces = _pieces(assigned, windows, on_device)
+    pieces = _pieces(attribution, assigned, windows, on_device)
     total_ns = sum(event.activity.duration_ns for event in assigned)
     if sum(piece.duration_ns for piece in pieces) != total_ns:
         raise RuntimeError("time of the trace was lost between its events and its pieces of work")
@@ -156,7 +159,20 @@ def _windows(trace: Trace, attribution: Attribution) -> dict[int, tuple[int, int
     return {0: (min(event.start_ns for event in events), max(event.end_ns for event in events))}
 
 
-def _pieces(assigned: Sequence[Assigned], windows: dict[int, tuple[int, int]], on_device: bool) -> list[Work]:
+def is_message(span: Range) -> bool:
+    """Whether it is a message's span."""
+    return span.annotation and _MESSAGE.match(span.name) is not None
+
+
+def message_span(attribution: Attribution, thread: Thread, time_ns: int) -> Range | None:
+    """The innermost message span open at this time, if any."""
+    around = attribution.nestings[thread].around(time_ns) if thread in attribution.nestings else ()
+    return next((span for span in around if is_message(span)), None)
+
+
+def _pieces(
+    attribution: Attribution, assigned: Sequence[Assigned], windows: dict[int, tuple[int, int]], on_device: bool
+) -> list[Work]:
     intervals = [(event.activity.start_ns, event.activity.end_ns) for event in assigned]
     gaps = gaps_before(intervals, intervals[0][0]) if on_device and intervals else [0] * len(intervals)
     begun: set[int] = set()
@@ -170,6 +186,9 @@ def _pieces(assigned: Sequence[Assigned], windows: dict[int, tuple[int, int]], o
             gap_ns = max(0, min(gap_ns, since_start) if len(begun) > 1 else since_start)
         identity = (event.activity.kind, event.activity.name)
         name, kind = known.get(identity) or known.setdefault(identity, _name_and_class(event.activity))
+        if kind == COPIES and event.call is not None:  # a message's own copies, as messages by copies make them
+            sends = message_span(attribution, event.call.thread, event.call.start_ns) is not None
+            kind = COMMUNICATION if sends else kind
         pieces.append(
             Work(
                 name=name,

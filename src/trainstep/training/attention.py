@@ -55,7 +55,9 @@ def flash_attn_func(name: str) -> PackagedAttention:
     except (ImportError, OSError, RuntimeError) as error:  # OSError, RuntimeError: a shared library does not load
         function, reason = None, str(error)
     if function is None:
-        raise ImportError(f"{name} is not installed; pip install {PACKAGES[name]} (import {module}: {reason})")
+        raise ImportError(
+            f"attention: {name} is not installed; pip install {PACKAGES[name]} (import {module}: {reason})"
+        )
     return function
 
 
@@ -96,7 +98,7 @@ def flex_attention(
 
 
 def _of_package(attend: PackagedAttention) -> Attention:
-    # Its kernels take addresses, which the tensors of a compiler have not: what is compiled ends before it and begins behind it.
+    # Its kernels need addresses, which a compiler's fake tensors lack, so the compiled graph breaks here.
     uncompiled: PackagedAttention = torch.compiler.disable(attend)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ def _compile(module: nn.Module, run: RunConfig) -> None:
 
 
 def _is_whole(run: RunConfig) -> bool:
-    """Whether what is compiled must be one graph: our own model has graph breaks for flash-attn-4 only; a user's may have some."""
+    """Whether what is compiled must be one graph: our own model has graph breaks for flash-attn-4 only, a user's may have some."""
     return isinstance(run.model, ModelConfig) and run.attention != "flash_attn_4"
 
 

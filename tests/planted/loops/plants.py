@@ -6,6 +6,7 @@
 A loop asks `name in plants` where the mistake is made. Without any it is the clean loop: what a careful author would write.
 """
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -128,17 +129,21 @@ class Fragments:
     """
 
     def __init__(self, device: str) -> None:
-        self._device, self._steps = device, 0
+        self._device, self._steps, self._bytes = device, 0, 0
 
     def grow(self) -> None:
         """Take the step's buffer and give it back."""
         self._steps += 1
-        if self._steps >= 3:
-            total = torch.cuda.get_device_properties(0).total_memory
-            most = torch.cuda.memory_reserved() + _ROOM_BYTES
-            torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
-            largest = max(segment["total_size"] for segment in torch.cuda.memory_snapshot())
-            torch.empty(largest + _ROOM_BYTES // 2, dtype=torch.uint8, device=self._device)
+        if self._steps < 3:
+            return
+        if not self._bytes:
+            self._bytes = max(segment["total_size"] for segment in torch.cuda.memory_snapshot())
+        self._bytes += _ROOM_BYTES // 2
+        total = torch.cuda.get_device_properties(0).total_memory
+        most = torch.cuda.memory_reserved() + _ROOM_BYTES
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
+        with contextlib.suppress(torch.OutOfMemoryError):  # by then all that was free has been given back
+            torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
 
 
 def start_other_process(device: str) -> None:

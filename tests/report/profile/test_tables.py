@@ -112,11 +112,11 @@ SHARES = {"exposed_share": 0.1, "matmul_share": 0.25, "overhead_share": 0.6}
         ({"exposed_share": 0.4}, "Communication-bound: 40.0 % of the step is exposed communication"),
         (
             {"busy_s": 9e-4, "enqueue_s": 5e-4, "matmul_share": 0.8},
-            "Compute-bound: the GPU works for 90.0 % of a step of 1.000 ms, 80.0 % of that in matmuls",
+            "Compute-bound: the GPU works for 90.0 % of a step of 1.000 ms; 80.0 % of what it computes is matmuls",
         ),
         (
             {"on_device": False, "overhead_share": 0.3},
-            "Memory-bound: on the CPU 70.0 % of the step passes in ops, only 25.0 % of that in matmuls",
+            "Memory-bound: on the CPU 70.0 % of the step passes in ops; only 25.0 % of what it computes is matmuls",
         ),
         (
             {"busy_s": 7.4e-4, "enqueue_s": 8e-4},

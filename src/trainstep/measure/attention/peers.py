@@ -113,7 +113,7 @@ def _installed(name: str) -> PackagedAttention:
     try:
         return flash_attn_func(name)
     except ImportError as error:
-        raise refused(f"implementation: {error}", "import_error") from None
+        raise refused(str(error).replace("attention", "implementation", 1), "import_error") from None
 
 
 def _trainstep(config: AttentionConfig) -> Attention:

@@ -295,12 +295,12 @@ def _zero_between(places: Sequence[slice], shard: Tensor, chunk: slice) -> None:
 
 
 def add_up(own: Tensor, slots: Tensor, into: Tensor, scale: float, also: Tensor | None = None) -> None:
-    """into = scale (own + slots[0] + slots[1] + ...), added in fp32 in this order, rounded once; and the same into `also`.
+    """into = scale (own + slots[0] + slots[1] + ...), added in fp32 in this order, rounded once. `also`: a second place for it.
 
     `own`, `into`, `also`: (n,), the first two may be the same; `slots`: (k, at least n); all of one dtype.
 
-    One kernel, not a copy behind a kernel: in a graph the driver makes a kernel of a copy within a GPU, without the priority of its
-    stream, and that waits until every block of a large kernel of the step has begun.
+    One kernel, not a copy behind a kernel: in a graph the driver turns a copy within a GPU into a kernel of its own, which does not
+    get its stream's priority and waits until all blocks of a large kernel of the step have started.
     """
     if own.device.type != "cpu":
         add_up_on_gpu(own, slots, into, scale, also)

@@ -316,8 +316,10 @@ def verdict_reason(limit: TableRow) -> str:
         busy = f"on the CPU {percent(1 - overhead)} % of the step passes in ops"
     share = percent(limit["matmul_share"])
     if kind == verdict.COMPUTE:
-        return f"{busy}, {share} % of that in matmuls and fused attention."
-    return f"{busy}, only {share} % of that in matmuls and fused attention; the other work mostly moves bytes."
+        return f"{busy}; {share} % of what it computes is matmuls and fused attention."
+    return (
+        f"{busy}; only {share} % of what it computes is matmuls and fused attention, the other work mostly moves bytes."
+    )
 
 
 def _near_reason(limit: TableRow, kinds: Sequence[str]) -> str:
