@@ -314,12 +314,9 @@ def verdict_reason(limit: TableRow) -> str:
             between = f"on the CPU {percent(overhead)} % of the profiled step passes between ops"
             return f"{between}, in Python, autograd, views and the profiler."
         busy = f"on the CPU {percent(1 - overhead)} % of the step passes in ops"
+    only, rest = ("", "") if kind == verdict.COMPUTE else ("only ", ", the other work mostly moves bytes")
     share = percent(limit["matmul_share"])
-    if kind == verdict.COMPUTE:
-        return f"{busy}; {share} % of what it computes is matmuls and fused attention."
-    return (
-        f"{busy}; only {share} % of what it computes is matmuls and fused attention, the other work mostly moves bytes."
-    )
+    return f"{busy}; {only}{share} % of what it computes is matmuls and fused attention{rest}."
 
 
 def _near_reason(limit: TableRow, kinds: Sequence[str]) -> str:
