@@ -82,7 +82,7 @@ def test_one_alone_may_have_several_turns(tmp_path: Path):
 
 def test_who_is_late_in_a_later_turn_is_ended(tmp_path: Path):
     late = WORKING.replace("time.sleep(0.05)", "time.sleep(600 if work == 2 else 0)")
-    ends = run(tmp_path, late, WORKING, turns=[0, 1, 0, 1], timeout_s=8)
+    ends = run(tmp_path, late, WORKING, turns=[0, 1, 0, 1], timeout_s=5)
     assert ends[2] == (0, End(code=None, said="it printed nothing"))
     assert ends[3] == (1, End(code=1, said="enough"))
 
@@ -93,7 +93,7 @@ def test_one_alone_has_no_turn(tmp_path: Path):
 
 def test_what_ends_early_or_never_gets_ready_does_not_stop_the_others(tmp_path: Path):
     texts = ["raise SystemExit(3)", "import time; print('slow', flush=True); time.sleep(600)", WAITING]
-    first, second, third = run(tmp_path, *texts, timeout_s=10)
+    first, second, third = run(tmp_path, *texts, timeout_s=5)
     assert first == (0, End(code=3, said="it printed nothing"))
     assert second == (1, End(code=None, said="slow"))
     assert third == (2, End(code=0, said="2"))
