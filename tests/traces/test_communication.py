@@ -104,11 +104,12 @@ def test_a_message_by_copies_is_all_work_that_was_issued_in_its_span():
 
 def test_without_spans_only_a_librarys_kernels_are_messages():
     communication = a_step(
-        *launched("Memcpy PtoP (Device -> Device)", 32, 50, 70, 2),
-        *launched("add_up_kernel", 35, 95, 110, 3),
-        *launched(NCCL, 36, 110, 130, 4),
+        *launched("Memcpy PtoP (Device -> Device)", 32, 100, 120, 2),
+        *launched("add_up_kernel", 35, 120, 130, 3),
+        *launched(NCCL, 36, 105, 130, 4),
     )
     assert [message.label for message in communication.messages] == ["ncclDevKernel_AllReduce_Sum_f32_RING_LL"]
+    assert communication.messages[0].hidden_s == 0, "copies between GPUs and sums of messages compute nothing"
 
 
 def test_what_a_message_copies_is_communication_and_nothing_that_computes():

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from trainstep.config.run import Phase
 from trainstep.costs.rank_groups import level_of, members
 from trainstep.traces.attribution import Attribution
-from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op, is_librarys
+from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op, is_library_message
 from trainstep.traces.kineto import Range, Thread, Trace
 from trainstep.traces.nesting import Cover, Nesting
 from trainstep.traces.tables import Columns, columns_of
@@ -164,10 +164,11 @@ def _pieces_of_messages(work: TraceWork) -> list[tuple[Range | None, list[Work]]
         span = message_span(work.attribution, call.thread, call.start_ns) if call is not None else None
         if span is not None:
             messages.setdefault((span.thread, span.start_ns), (span, []))[1].append(piece)
-        elif is_librarys(piece.name):
+        elif is_library_message(piece.name):
             messages[number] = None, [piece]
     return [
-        (span, [piece for piece in pieces if is_librarys(piece.name)] or pieces) for span, pieces in messages.values()
+        (span, [piece for piece in pieces if is_library_message(piece.name)] or pieces)
+        for span, pieces in messages.values()
     ]
 
 
@@ -214,7 +215,7 @@ def _computing(work: TraceWork) -> Cover:
 
 def _computing_pieces(work: TraceWork) -> list[Work]:
     sent = {id(piece) for _, pieces in _pieces_of_messages(work) for piece in pieces}
-    return [piece for piece in work.pieces if id(piece) not in sent]
+    return [piece for piece in work.pieces if piece.kind != COMMUNICATION and id(piece) not in sent]
 
 
 def _backward_ends_ns(work: TraceWork) -> dict[int | None, int]:

@@ -18,10 +18,10 @@ CLASSES = (
 """In the order of tables. `overhead`: time between ops on a CPU (Python, autograd's engine, views); `idle`: no work."""
 FILLS_BYTES = "FillFunctor<unsigned char>"
 """In the name of the kernel that a captured step has where the eager step has a memset (capture/memset_nodes.py)."""
-_LIBRARYS = r"nccl|nvshmem|multimem|cross_device_reduce|all_?reduce|reduce_?scatter|all_?gather|gloo|mscclpp"
+_LIBRARIES = r"nccl|nvshmem|multimem|cross_device_reduce|all_?reduce|reduce_?scatter|all_?gather|gloo|mscclpp"
 """In the name of a kernel that is a library's whole message."""
 _KERNELS = [
-    (COMMUNICATION, rf"{_LIBRARYS}|symmetric_memory::|^add_up_kernel$"),
+    (COMMUNICATION, rf"{_LIBRARIES}|symmetric_memory::|^add_up_kernel$|^Memcpy PtoP"),
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|adamw?_kernel|FusedAdam|FusedSgd"),
     (
         ATTENTION,
@@ -77,7 +77,7 @@ _FUNCTOR = re.compile(
 _EMPTY = re.compile(r"gpu_kernel_impl\w*|[ABU]{0,2}(Binary|Unary)Functor")
 """Wrappers that tell nothing about what is computed."""
 _LONGEST = 160
-_LIBRARYS_NAME = re.compile(_LIBRARYS, re.IGNORECASE)
+_LIBRARY_MESSAGE = re.compile(_LIBRARIES, re.IGNORECASE)
 _KERNEL_CLASSES = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _KERNELS]
 _OP_CLASSES = [(name, re.compile(pattern)) for name, pattern in _OPS]
 _INDUCTOR = re.compile(r"^triton_(poi|per|red|tem|for|split_scan|mix\w*)_fused_(.*?)(?:_\d+)?$")
@@ -94,14 +94,13 @@ _MOVING = (
 
 def kernel_class(activity: Activity) -> str:
     """The class of a device activity. A copy between GPUs is a part of a message."""
-    if activity.kind in (MEMCPY, MEMSET):
-        return COMMUNICATION if "PtoP" in activity.name else COPIES
-    return class_of_kernel(activity.name)
+    kind = class_of_kernel(activity.name)
+    return COPIES if activity.kind in (MEMCPY, MEMSET) and kind != COMMUNICATION else kind
 
 
-def is_librarys(name: str) -> bool:
+def is_library_message(name: str) -> bool:
     """Whether a kernel is a library's message; a message by copies (parallel/copies/messages.py) is many kernels and copies."""
-    return _LIBRARYS_NAME.search(name) is not None
+    return _LIBRARY_MESSAGE.search(name) is not None
 
 
 def class_of_kernel(name: str) -> str:

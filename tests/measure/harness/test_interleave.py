@@ -270,7 +270,8 @@ def test_a_lost_variant_leaves_the_others_running(log: Path, act: str, kind: str
 def test_waiting_for_a_turn_does_not_count_as_time(log: Path):
     """Together the variants take longer than the time limit of each."""
     started_s = time.monotonic()
-    records = run(variants(log, "a", "b", "c", steps=10, seconds=0.25), timeout_s=7.2)  # 2.5 s of steps and a start each
+    # 2.5 s of steps and a start each
+    records = run(variants(log, "a", "b", "c", steps=10, seconds=0.25), timeout_s=7.2)
     assert time.monotonic() - started_s > 7.2
     assert [record.failure for record in records] == [None, None, None]
 
