@@ -111,6 +111,19 @@ def test_a_change_that_is_not_faster_twice_is_given_up(tmp_path: Path):
     assert "not faster in the first 2 pairs" in comparison.reason
 
 
+def test_of_two_values_of_an_option_the_slower_one_is_given_up_after_two_rounds(tmp_path: Path):
+    times_s = {"workers=2": 0.5, "workers=3": 0.6, "workers=4": 0.505, "pin_memory=on,workers=2": 0.7}
+    lab = FakeLab(tmp_path, lambda text: times_s.get(text, 1.0))
+    lab.first()
+    tried: list[Options] = [{"workers": "3"}, {"workers": "2"}, {"workers": "4"}, {"pin_memory": "on", "workers": "2"}]
+    lab.measure_in_rounds(tried)
+    assert [lab.started.count(text) for text in times_s] == [6, 2, 6, 6], "less than 2 % apart, or other options, go on"
+    slower = lab.compare({}, {"workers": "3"}, 0)
+    assert (slower.verdict, slower.n, slower.ratio) == ("cannot tell", 2, pytest.approx(0.6))
+    assert slower.reason.startswith("workers=2 was faster in the first 2 rounds, so it was not compared further")
+    assert lab.compare({}, {"workers": "4"}, 0).verdict == "faster"
+
+
 def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     lab.first()
@@ -219,13 +232,13 @@ def test_the_rounds_that_start_together_are_charged_one_start(tmp_path: Path):
 
 
 def test_what_has_no_room_beside_the_others_has_rounds_with_an_original_of_its_own(tmp_path: Path):
-    lab = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "workers=4": 0.6}.get(text, 1.0))
+    lab = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "pin_memory=on": 0.6}.get(text, 1.0))
     lab.first()
     lab._have_room = lambda together: len(together) <= 2
-    lab.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
-    assert lab.started[1:9] == ["", "workers=2", "workers=2", "", "", "workers=4", "workers=4", ""]
+    lab.measure_in_rounds([{"workers": "2"}, {"pin_memory": "on"}])
+    assert lab.started[1:9] == ["", "workers=2", "workers=2", "", "", "pin_memory=on", "pin_memory=on", ""]
     assert lab.groups == [1, 2, 2, 2, 2]
-    ratios = [lab.compare({}, {"workers": count}, 0).ratio for count in "24"]
+    ratios = [lab.compare({}, options, 0).ratio for options in ({"workers": "2"}, {"pin_memory": "on"})]
     assert ratios == pytest.approx([0.5, 0.6])
     assert len(lab.started) == 1 + 4 * 6
 
@@ -314,16 +327,16 @@ def test_a_round_that_was_killed_begins_anew_with_its_original(tmp_path: Path):
     first.first()
     first.time_s = lambda text: 1 / 0 if len(first.started) == 3 else steady(text)
     with pytest.raises(ZeroDivisionError):  # killed in the first round, after the original
-        first.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
-    second = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "workers=4": 0.6}.get(text, 1.0))
-    second.measure_in_rounds([{"workers": "2"}, {"workers": "4"}])
-    assert second.started[:3] == ["", "workers=2", "workers=4"], "no pair is of two commands"
-    assert second.compare({}, {"workers": "4"}, 0).verdict == "faster"
+        first.measure_in_rounds([{"workers": "2"}, {"pin_memory": "on"}])
+    second = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "pin_memory=on": 0.6}.get(text, 1.0))
+    second.measure_in_rounds([{"workers": "2"}, {"pin_memory": "on"}])
+    assert second.started[:3] == ["", "workers=2", "pin_memory=on"], "no pair is of two commands"
+    assert second.compare({}, {"pin_memory": "on"}, 0).verdict == "faster"
     assert len(second.started) == 6 * 3
     third = FakeLab(tmp_path, steady)
-    third.measure_in_rounds([{"workers": "2"}, {"workers": "4"}, {"workers": "8"}])
+    third.measure_in_rounds([{"workers": "2"}, {"pin_memory": "on"}, {"workers": "8"}])
     assert third.started == ["", "workers=8", "workers=8", ""], "a change that is new has an original of its own"
-    assert third.compare({}, {"workers": "4"}, 0).verdict == "faster"
+    assert third.compare({}, {"pin_memory": "on"}, 0).verdict == "faster"
     assert len(third.started) == 4
 
 
@@ -373,21 +386,21 @@ def test_what_fails_beside_others_may_run_alone(tmp_path: Path):
 
 
 def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
-    lab = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "workers=4": 0.7}.get(text, 1.0))
+    lab = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "pin_memory=on": 0.7}.get(text, 1.0))
     lab.first()
     rounds = []
     lab._is_spent = lambda next_s: (
         rounds.append(next_s) is None and len(rounds) == 2
     )  # too much for both in four rounds
-    lab.measure_in_rounds([{"workers": "4"}, {"workers": "2"}])
+    lab.measure_in_rounds([{"pin_memory": "on"}, {"workers": "2"}])
     assert lab.started[7:] == ["", "workers=2", "workers=2", ""] * 2
     lab._is_spent = lambda next_s: next_s > 0
     assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
     assert lab.cut_off == []
-    cut = lab.compare({}, {"workers": "4"}, 0)
+    cut = lab.compare({}, {"pin_memory": "on"}, 0)
     assert (cut.verdict, cut.reason) == ("cannot tell", "the budget had room for 2 of 6 rounds (ratio 0.700)")
     assert cut.ratio == pytest.approx(0.7)
-    assert lab.cut_off == ["workers=4"]
+    assert lab.cut_off == ["pin_memory=on"]
 
 
 def test_as_many_live_at_once_as_have_room(tmp_path: Path):

@@ -16,7 +16,8 @@ the rounds has the order a b b a a b b a, each in a process of its own, and a ki
 The interval is Student's over the pairs, as of every comparison of fresh processes (records/compare.py). Pairs of windows that
 share processes do not show what differs from process to process, so what is kept in the end is compared in fresh ones.
 
-[Note: futility] A change that was not faster in the first two pairs is given up there. That loses changes of a few per cent on
+[Note: futility] A change that was not faster in the first two pairs is given up there, and so is one value of an option where
+another one was faster in both, by more than the least gain: only one of them can be taken. That loses changes of a few per cent on
 a noisy machine, and never makes one: `faster` always has all of its pairs.
 """
 
@@ -75,7 +76,7 @@ class ScriptLab(ScriptProcesses):
         left, pair = list(tried), 0
         while pair < self._pairs:
             if pair >= _TRIED_PAIRS:
-                left = [options for options in left if not self._is_futile(options)]
+                left = [options for options in left if not self._given_up(options)]
             to_come = self._coming(left, pair)
             left = self._affordable(left, to_come)
             if not left:
@@ -162,10 +163,21 @@ class ScriptLab(ScriptProcesses):
             attempt += 1
         return attempt
 
-    def _is_futile(self, options: Options) -> bool:
-        """[Note: futility]"""
+    def _given_up(self, options: Options) -> str:
+        """Why the change has no further rounds after the first two; empty if it has. [Note: futility]"""
         ratios = self._ratios(options)[:_TRIED_PAIRS]
-        return len(ratios) == _TRIED_PAIRS and _none_gains(ratios)
+        if len(ratios) < _TRIED_PAIRS:
+            return ""
+        if _none_gains(ratios):
+            return _FUTILE
+        changes = self.changes(options)
+        for rival in self._in_rounds.values():
+            others = self._ratios(rival)[:_TRIED_PAIRS]
+            is_rival = self.changes(rival).keys() == changes.keys()
+            if is_rival and len(others) == _TRIED_PAIRS and max(others) * (1 + _LEAST_GAIN) < min(ratios):
+                faster = text_of_changes(self.changes(rival))
+                return f"{faster} was faster in the first {_TRIED_PAIRS} rounds, so it was not compared further"
+        return ""
 
     def _affordable(self, left: Sequence[Options], rounds: Sequence[int]) -> list[Options]:
         """The fastest of these, as many as the budget has room for."""
@@ -227,8 +239,8 @@ class ScriptLab(ScriptProcesses):
         in_rounds = self._is_in_rounds(before, after, repeat)
         if left and (self._dry_run or in_rounds or self._is_spent(self._expected_s([options for options, _ in left]))):
             # The originals of rounds that are over are no pairs for processes that would run now
-            if in_rounds and self._is_futile(after):
-                return _ended(_FUTILE, self._ratios(after)[:_TRIED_PAIRS])
+            if in_rounds and (why := self._given_up(after)):
+                return _ended(why, self._ratios(after)[:_TRIED_PAIRS])
             return self._cut_off(name, self._ratios(after) if in_rounds else ())
         ratios: list[float] = []
         times_s: tuple[list[float], list[float]] = ([], [])
