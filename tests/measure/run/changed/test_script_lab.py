@@ -111,17 +111,29 @@ def test_a_change_that_is_not_faster_twice_is_given_up(tmp_path: Path):
     assert "not faster in the first 2 pairs" in comparison.reason
 
 
-def test_of_two_values_of_an_option_the_slower_one_is_given_up_after_two_rounds(tmp_path: Path):
-    times_s = {"workers=2": 0.5, "workers=3": 0.6, "workers=4": 0.505, "pin_memory=on,workers=2": 0.7}
-    lab = FakeLab(tmp_path, lambda text: times_s.get(text, 1.0))
+def test_of_two_batch_sizes_the_slower_one_is_given_up_after_two_rounds(tmp_path: Path):
+    times_s = {"batch_size=8": 1.0, "batch_size=16": 1.6, "batch_size=12": 1.505, "workers=2": 0.5, "workers=3": 0.6}
+    lab = FakeLab(tmp_path, lambda text: times_s.get(text, 1.0))  # 0.5, 0.4 and 0.502 of a sequence's time
     lab.first()
-    tried: list[Options] = [{"workers": "3"}, {"workers": "2"}, {"workers": "4"}, {"pin_memory": "on", "workers": "2"}]
-    lab.measure_in_rounds(tried)
-    assert [lab.started.count(text) for text in times_s] == [6, 2, 6, 6], "less than 2 % apart, or other options, go on"
-    slower = lab.compare({}, {"workers": "3"}, 0)
-    assert (slower.verdict, slower.n, slower.ratio) == ("cannot tell", 2, pytest.approx(0.6))
-    assert slower.reason.startswith("workers=2 was faster in the first 2 rounds, so it was not compared further")
-    assert lab.compare({}, {"workers": "4"}, 0).verdict == "faster"
+    lab.start = {"batch_size": 4}
+    sizes: list[Options] = [{"batch_size": size} for size in (8, 16, 12)]
+    others: list[Options] = [{"batch_size": 4, "workers": count} for count in "23"]
+    lab.measure_in_rounds([*sizes, *others])
+    assert [lab.started.count(text) for text in times_s] == [2, 6, 2, 6, 6], "other options go on"
+    slower = lab.compare(lab.start, sizes[0], 0)
+    assert (slower.verdict, slower.n, slower.ratio) == ("cannot tell", 2, pytest.approx(0.5))
+    assert slower.reason.startswith("batch_size=16 was faster in the first 2 rounds, so it was not compared further")
+    assert lab.compare(lab.start, sizes[1], 0).verdict == "faster"
+
+
+def test_no_batch_size_is_given_up_for_one_that_is_alike_or_was_not_applied(tmp_path: Path):
+    lab = FakeLab(
+        tmp_path, lambda text: {"batch_size=8": 1.6, "batch_size=16": 3.15, "batch_size=5": 0.5}.get(text, 1.0)
+    )
+    lab.first()
+    lab.start = {"batch_size": 4}
+    lab.measure_in_rounds([{"batch_size": size} for size in (8, 16, 5)])
+    assert [lab.started.count(f"batch_size={size}") for size in (8, 16)] == [6, 6]
 
 
 def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):

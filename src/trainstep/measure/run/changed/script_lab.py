@@ -16,9 +16,9 @@ the rounds has the order a b b a a b b a, each in a process of its own, and a ki
 The interval is Student's over the pairs, as of every comparison of fresh processes (records/compare.py). Pairs of windows that
 share processes do not show what differs from process to process, so what is kept in the end is compared in fresh ones.
 
-[Note: futility] A change that was not faster in the first two pairs is given up there, and so is one value of an option where
-another one was faster in both, by more than the least gain: only one of them can be taken. That loses changes of a few per cent on
-a noisy machine, and never makes one: `faster` always has all of its pairs.
+[Note: futility] A change that was not faster in the first two pairs is given up there, and so is a batch size where another one
+was faster in both, by more than the least gain: only one of them can be taken, and no losses decide between them. That loses
+changes of a few per cent on a noisy machine, and never makes one: `faster` always has all of its pairs.
 """
 
 import math
@@ -170,11 +170,11 @@ class ScriptLab(ScriptProcesses):
             return ""
         if _none_gains(ratios):
             return _FUTILE
-        changes = self.changes(options)
-        for rival in self._in_rounds.values():
+        sizes = [each for each in self._in_rounds.values() if self.changes(each).keys() == {"batch_size"}]
+        for rival in sizes if options in sizes else ():
             others = self._ratios(rival)[:_TRIED_PAIRS]
-            is_rival = self.changes(rival).keys() == changes.keys()
-            if is_rival and len(others) == _TRIED_PAIRS and max(others) * (1 + _LEAST_GAIN) < min(ratios):
+            is_faster = len(others) == _TRIED_PAIRS and max(others) * (1 + _LEAST_GAIN) < min(ratios)
+            if is_faster and not self._trouble(rival):
                 faster = text_of_changes(self.changes(rival))
                 return f"{faster} was faster in the first {_TRIED_PAIRS} rounds, so it was not compared further"
         return ""
