@@ -110,6 +110,21 @@ def test_without_spans_only_a_librarys_kernels_are_messages():
     )
     assert [message.label for message in communication.messages] == ["ncclDevKernel_AllReduce_Sum_f32_RING_LL"]
     assert communication.messages[0].hidden_s == 0, "copies between GPUs and sums of messages compute nothing"
+    assert communication.steps[0].communication_s == pytest.approx(30 * US), "from 100 on, which a total shows"
+    assert communication.steps[0].exposed_s == pytest.approx(30 * US)
+
+
+def test_a_compilers_kernel_for_a_gather_is_no_message():
+    communication = a_step(*launched("triton_poi_fused_all_gather_into_tensor_wait_tensor_0", 36, 105, 130, 4))
+    assert communication.messages == ()
+    assert communication.steps[0].communication_s == 0
+
+
+def test_the_wait_for_gloo_is_no_time_of_python():
+    """A CPU's step is held to all of its time, of which a message that gloo's thread sends is a part."""
+    step = [span("step 0", 0, 100), op("aten::mm", 0, 40), op("c10d::allreduce_", 40, 41)]
+    work = read_work(trace(*step, op("gloo:all_reduce", 41, 100, AUTOGRAD)))
+    assert verdict(work, Unprofiled()).overhead_share == pytest.approx(59 / 159)
 
 
 def test_what_a_message_copies_is_communication_and_nothing_that_computes():

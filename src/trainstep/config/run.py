@@ -260,9 +260,10 @@ class RunConfig:
                 f"attention: flash_attn_4 is known to be right for heads {', '.join(map(str, widths[:-1]))} and {widths[-1]} "
                 f"wide, not {model.head_dim}; take trainstep or sdpa"
             )
-        in_vain = {"model": "model", "block": "block with recomputation"} if self.recomputes else {"model": "model"}
+        all_recompute = self.recomputes and self.recompute_every == 1
+        in_vain = {"model": "model", "block": "block with recomputation"} if all_recompute else {"model": "model"}
         if self.compile in in_vain:
-            remedy = "none" if self.recomputes else "block or none"
+            remedy = "none" if all_recompute else "block or none"
             raise ValueError(
                 f"compile: flash_attn_4 is no operator of torch's, so that compile {in_vain[self.compile]} would compile nothing; "
                 f"take another attention, or compile {remedy}"

@@ -8,7 +8,7 @@
     exposed     time from start to finish during which nothing was computed; hidden is the rest
 
 A message sent by copies (parallel/copies/messages.py) is all work that was issued in its span; on a CPU it is the span. Without
-spans, as in the launch of a graph, only a library's kernels are messages.
+spans, as in the launch of a graph, only a library's kernels are messages; what else belongs to messages counts in a step's totals.
 
 Computing is any work on the device except messages. Without a device it is ops of the main thread outside of messages' spans;
 between them the thread waits or runs Python. Messages that overlap count once in a step's totals. A message's time includes the
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from trainstep.config.run import Phase
 from trainstep.costs.rank_groups import level_of, members
 from trainstep.traces.attribution import Attribution
-from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op, is_library_message
+from trainstep.traces.kernel_classes import COMMUNICATION, OVERHEAD, class_of_op
 from trainstep.traces.kineto import Range, Thread, Trace
 from trainstep.traces.nesting import Cover, Nesting
 from trainstep.traces.tables import Columns, columns_of
@@ -110,7 +110,7 @@ def read_communication(work: TraceWork, payload_bytes: Mapping[str, int] | None 
     computing = _computing(work)
     by_step: dict[int | None, list[_Message]] = {step.number: [] for step in work.steps}
     first_step = work.steps[0].number if work.steps else None
-    for message in messages:
+    for message in (*messages, *_parts_of_messages(work)):
         by_step.setdefault(first_step if message.step is None else message.step, []).append(message)
     ends_ns = _backward_ends_ns(work)
     return Communication(
@@ -145,15 +145,27 @@ def waiting_s(starts: Sequence[Sequence[tuple[str, float]]], shard_ranks: int | 
 
 def _on_device(work: TraceWork) -> Iterator[_Message]:
     for span, pieces in _pieces_of_messages(work):
-        first = pieces[0]
-        yield _Message(
-            label=span.name if span is not None else first.name,
-            step=first.place.step,
-            phase=first.place.phase,
-            launched_ns=first.call.start_ns if first.call is not None else first.start_ns,
-            started_ns=min(piece.start_ns for piece in pieces),
-            finished_ns=max(piece.end_ns for piece in pieces),
-        )
+        yield _message_of(pieces, pieces[0].name if span is None else span.name)
+
+
+def _parts_of_messages(work: TraceWork) -> Iterator[_Message]:
+    """What belongs to messages that nothing names, as those by copies in the launch of a graph: for a step's totals alone."""
+    sent = {id(piece) for _, pieces in _pieces_of_messages(work) for piece in pieces} if work.on_device else set()
+    for piece in work.pieces if work.on_device else ():
+        if piece.kind == COMMUNICATION and id(piece) not in sent:
+            yield _message_of([piece], piece.name)
+
+
+def _message_of(pieces: Sequence[Work], label: str) -> _Message:
+    first = pieces[0]
+    return _Message(
+        label=label,
+        step=first.place.step,
+        phase=first.place.phase,
+        launched_ns=first.call.start_ns if first.call is not None else first.start_ns,
+        started_ns=min(piece.start_ns for piece in pieces),
+        finished_ns=max(piece.end_ns for piece in pieces),
+    )
 
 
 def _pieces_of_messages(work: TraceWork) -> list[tuple[Range | None, list[Work]]]:
@@ -164,12 +176,9 @@ def _pieces_of_messages(work: TraceWork) -> list[tuple[Range | None, list[Work]]
         span = message_span(work.attribution, call.thread, call.start_ns) if call is not None else None
         if span is not None:
             messages.setdefault((span.thread, span.start_ns), (span, []))[1].append(piece)
-        elif is_library_message(piece.name):
+        elif piece.is_message:
             messages[number] = None, [piece]
-    return [
-        (span, [piece for piece in pieces if is_library_message(piece.name)] or pieces)
-        for span, pieces in messages.values()
-    ]
+    return [(span, [piece for piece in pieces if piece.is_message] or pieces) for span, pieces in messages.values()]
 
 
 def _on_host(work: TraceWork) -> Iterator[_Message]:

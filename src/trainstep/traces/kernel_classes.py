@@ -98,9 +98,10 @@ def kernel_class(activity: Activity) -> str:
     return COPIES if activity.kind in (MEMCPY, MEMSET) and kind != COMMUNICATION else kind
 
 
-def is_library_message(name: str) -> bool:
-    """Whether a kernel is a library's message; a message by copies (parallel/copies/messages.py) is many kernels and copies."""
-    return _LIBRARY_MESSAGE.search(name) is not None
+def is_library_message(activity: Activity) -> bool:
+    """Whether it is a library's whole message; one by copies (parallel/copies/messages.py) is many kernels and copies."""
+    is_one = _LIBRARY_MESSAGE.search(activity.name) is not None
+    return is_one and activity.kind not in (MEMCPY, MEMSET) and class_of_kernel(activity.name) == COMMUNICATION
 
 
 def class_of_kernel(name: str) -> str:

@@ -2,7 +2,7 @@
 
 communication-bound  over 30 % of the step is communication with nothing computed beside it
 launch-bound         else, the device waits for the host (`step_limit`); on a CPU over half of the step passes between ops
-compute-bound        else, at least half of the device's time goes into matmuls and fused attention
+compute-bound        else, at least half of the device's time beside messages goes into matmuls and fused attention
 memory-bound         else: the rest (element-wise, softmax, norms, reductions, copies, optimizer) moves more than it computes
 near the line        a share is within a tenth of the threshold that decides: `kinds_of` has both verdicts
 
@@ -57,7 +57,7 @@ class Verdict:
     exposed_share: float
     """The share of the step in which there is communication and nothing is computed."""
     matmul_share: float
-    """The share of the device time of all work but messages in matmuls and fused attention."""
+    """The share of matmuls and fused attention in the device time of all work but messages."""
     overhead_share: float
     """The share of a CPU's time that passes between ops."""
 
@@ -88,7 +88,7 @@ def verdict(work: TraceWork, unprofiled: Unprofiled) -> Verdict:
         busy_s=busy_s,
         enqueue_s=unprofiled.enqueue_s,
         exposed_share=_exposed_ns(work.pieces) / 1e9 / steps / step_s if work.on_device else 0.0,
-        matmul_share=_share(work, (MATMUL, ATTENTION)),
+        matmul_share=_share(work, (MATMUL, ATTENTION), besides=COMMUNICATION),
         overhead_share=_share(work, (OVERHEAD,)),
     )
     kinds = kinds_of(numbers)
@@ -175,7 +175,8 @@ def _exposed_ns(pieces: tuple[Work, ...]) -> int:
     return union_ns(everything) - union_ns(computing)
 
 
-def _share(work: TraceWork, kinds: tuple[str, ...]) -> float:
+def _share(work: TraceWork, kinds: tuple[str, ...], *, besides: str = "") -> float:
+    """The share of these kinds in the time of all pieces that are not of the kind `besides`."""
     kinds_ns = sum(piece.duration_ns for piece in work.pieces if piece.kind in kinds)
-    total_ns = sum(piece.duration_ns for piece in work.pieces if piece.kind != COMMUNICATION)
+    total_ns = sum(piece.duration_ns for piece in work.pieces if piece.kind != besides)
     return kinds_ns / total_ns if total_ns else 0.0

@@ -5,7 +5,7 @@ with their own (self) time, and the time between ops is a piece too, so that a s
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trainstep.config.run import Phase
@@ -20,7 +20,15 @@ from trainstep.traces.attribution import (
     placed_by_order,
 )
 from trainstep.traces.contexts import step_number
-from trainstep.traces.kernel_classes import COMMUNICATION, COPIES, OVERHEAD, class_of_op, kernel_class, short_name
+from trainstep.traces.kernel_classes import (
+    COMMUNICATION,
+    COPIES,
+    OVERHEAD,
+    class_of_op,
+    is_library_message,
+    kernel_class,
+    short_name,
+)
 from trainstep.traces.kineto import Activity, Call, Range, Thread, Timed, Trace, collector_paused
 from trainstep.traces.nesting import gaps_before, union_ns
 from trainstep.traces.repetition import with_steps
@@ -32,12 +40,16 @@ _MESSAGE = re.compile(r"(?:all_reduce|reduce_scatter|all_gather|broadcast)(?: |$
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work(Timed):
-    """One kernel, copy or op. `gap_ns`: how long the device was idle before it. `call`: the call that launched it."""
+    """One kernel, copy or op. `gap_ns`: how long the device was idle before it. `call`: the call that launched it.
+
+    `is_message`: a library's kernel that is a whole message.
+    """
 
     kind: str
     place: Place
     gap_ns: int = 0
     call: Call | None = None
+    is_message: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +182,29 @@ def message_span(attribution: Attribution, thread: Thread, time_ns: int) -> Rang
     return next((span for span in around if is_message(span)), None)
 
 
+def _span_of(attribution: Attribution, event: Assigned) -> Range | None:
+    """The span of the message that issued it, if one did."""
+    return None if event.call is None else message_span(attribution, event.call.thread, event.call.start_ns)
+
+
+def _by_copies(attribution: Attribution, event: Assigned, of_libraries: Collection[tuple[Thread, int]]) -> bool:
+    """Whether a message by copies issued it. `of_libraries`: the spans with a library's kernel, which is their whole message."""
+    span = _span_of(attribution, event)
+    return span is not None and (span.thread, span.start_ns) not in of_libraries
+
+
 def _pieces(
     attribution: Attribution, assigned: Sequence[Assigned], windows: dict[int, tuple[int, int]], on_device: bool
 ) -> list[Work]:
     intervals = [(event.activity.start_ns, event.activity.end_ns) for event in assigned]
     gaps = gaps_before(intervals, intervals[0][0]) if on_device and intervals else [0] * len(intervals)
     begun: set[int] = set()
-    known: dict[tuple[str, str], tuple[str, str]] = {}
+    of_libraries = {
+        (span.thread, span.start_ns)
+        for event in assigned
+        if is_library_message(event.activity) and (span := _span_of(attribution, event)) is not None
+    }
+    known: dict[tuple[str, str], tuple[str, str, bool]] = {}
     pieces = []
     for event, gap_ns in zip(assigned, gaps, strict=True):
         number = event.place.step if event.place.step is not None else 0
@@ -185,10 +213,9 @@ def _pieces(
             since_start = event.activity.start_ns - windows[number][0]
             gap_ns = max(0, min(gap_ns, since_start) if len(begun) > 1 else since_start)
         identity = (event.activity.kind, event.activity.name)
-        name, kind = known.get(identity) or known.setdefault(identity, _name_and_class(event.activity))
-        if kind == COPIES and event.call is not None:  # a message's own copies, as messages by copies make them
-            sends = message_span(attribution, event.call.thread, event.call.start_ns) is not None
-            kind = COMMUNICATION if sends else kind
+        name, kind, is_whole = known.get(identity) or known.setdefault(identity, _name_and_class(event.activity))
+        if kind == COPIES and _by_copies(attribution, event, of_libraries):
+            kind = COMMUNICATION
         pieces.append(
             Work(
                 name=name,
@@ -198,15 +225,17 @@ def _pieces(
                 duration_ns=event.activity.duration_ns,
                 gap_ns=gap_ns,
                 call=event.call,
+                is_message=is_whole,
             )
         )
     return pieces
 
 
-def _name_and_class(activity: Activity) -> tuple[str, str]:
+def _name_and_class(activity: Activity) -> tuple[str, str, bool]:
+    """The name, the class, and whether it is a library's message."""
     if activity.kind != OP:
-        return short_name(activity.name), kernel_class(activity)
-    return activity.name, OVERHEAD if activity.name == BETWEEN else class_of_op(activity.name)
+        return short_name(activity.name), kernel_class(activity), is_library_message(activity)
+    return activity.name, OVERHEAD if activity.name == BETWEEN else class_of_op(activity.name), False
 
 
 def _step(number: int, window: tuple[int, int], pieces: Sequence[Work], on_device: bool) -> Step:

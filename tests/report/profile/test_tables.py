@@ -127,7 +127,7 @@ SHARES = {"exposed_share": 0.1, "matmul_share": 0.25, "overhead_share": 0.6}
         ({"on_device": False, "overhead_share": 0.52}, "52.0 % of the step passes between ops"),
         (
             {"busy_s": 9e-4, "enqueue_s": 5e-4, "matmul_share": 0.52},
-            "Near the line between compute-bound and memory-bound: 52.0 % of its time is matmuls and fused attention",
+            "Near the line between compute-bound and memory-bound: 52.0 % of what it computes is matmuls and fused attention",
         ),
     ],
 )

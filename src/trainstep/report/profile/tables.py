@@ -93,7 +93,7 @@ HELP = {
     "busy_s": "time for which the GPU worked",
     "enqueue_s": "host time until the last work was issued, without the profiler",
     "exposed_share": "share of the step: communication without computation at the same time",
-    "matmul_share": "share of device time: matmuls and fused attention",
+    "matmul_share": "share of device time without messages: matmuls and fused attention",
     "overhead_share": "share of a CPU's time between ops",
     "pieces": "kernels and copies of a step; on a CPU ops",
     "gap_s": "host time from backward's return to the optimizer's first launch",

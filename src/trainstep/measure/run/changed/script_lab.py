@@ -174,7 +174,7 @@ class ScriptLab(ScriptProcesses):
         for rival in sizes if options in sizes else ():
             others = self._ratios(rival)[:_TRIED_PAIRS]
             is_faster = len(others) == _TRIED_PAIRS and max(others) * (1 + _LEAST_GAIN) < min(ratios)
-            if is_faster and not self._trouble(rival):
+            if is_faster and not self._trouble(rival) and self._failure_in(self._roles(self.start, rival, 0)) is None:
                 faster = text_of_changes(self.changes(rival))
                 return f"{faster} was faster in the first {_TRIED_PAIRS} rounds, so it was not compared further"
         return ""
