@@ -324,11 +324,8 @@ def _near_reason(limit: TableRow, kinds: Sequence[str]) -> str:
     if verdict.COMMUNICATING in kinds:
         share, line, what = limit["exposed_share"], verdict.EXPOSED_SHARE, "of the step is exposed communication"
     elif verdict.LAUNCH not in kinds:
-        share, line, what = (
-            limit["matmul_share"],
-            verdict.MATMUL_SHARE,
-            "of what it computes is matmuls and fused attention",
-        )
+        what = "of what it computes is matmuls and fused attention"
+        share, line = limit["matmul_share"], verdict.MATMUL_SHARE
     elif not limit["on_device"]:
         share, line, what = limit["overhead_share"], verdict.OVERHEAD_SHARE, "of the step passes between ops"
     else:
