@@ -10,10 +10,10 @@ from torch.nn.functional import cross_entropy
 
 from numerics import assert_as_accurate_as
 from op_check import DEVICES, DTYPES, INTERPRETED, check, interpret, normal
+from trainstep.costs.element_wise import chunk_tokens
 from trainstep.ops import linear_cross_entropy as module
 from trainstep.ops import reference
-from trainstep.ops.linear_cross_entropy import LinearCrossEntropy, chunk_of, linear_cross_entropy
-from trainstep.plan.model_ops import chunk_tokens
+from trainstep.ops.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 
 CASES: list[dict[str, Any]] = [
     {},
@@ -198,18 +198,12 @@ def test_the_module_is_a_head_without_bias():
 
 
 def test_chunks_have_256_mib_of_logits_and_full_tiles_or_2048_tokens_within_1_gib():
-    assert chunk_of(10_000, 2) == 13_312
-    assert chunk_of(50_304, 2) == 2_560
-    assert chunk_of(151_936, 2) == 2_048
-    assert chunk_of(151_936, 4) == 1_536
-    assert chunk_of(10**9, 4) == 256, "at least one tile"
+    assert chunk_tokens(10_000, 2) == 13_312
+    assert chunk_tokens(50_304, 2) == 2_560
+    assert chunk_tokens(151_936, 2) == 2_048
+    assert chunk_tokens(151_936, 4) == 1_536
+    assert chunk_tokens(10**9, 4) == 256, "at least one tile"
     assert math.isclose(2_048 * 151_936 * 2 / 2**30, 0.58, rel_tol=0.01)
-
-
-@pytest.mark.parametrize("vocabulary", [1, 1_000, 10_000, 32_768, 65_537, 151_936, 10**6, 10**9])
-@pytest.mark.parametrize("element_bytes", [2, 4])
-def test_plan_knows_the_tokens_of_a_chunk(vocabulary: int, element_bytes: int):
-    assert chunk_tokens(vocabulary, element_bytes) == chunk_of(vocabulary, element_bytes)
 
 
 @pytest.mark.parametrize(

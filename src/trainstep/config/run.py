@@ -261,12 +261,11 @@ class RunConfig:
                 f"wide, not {model.head_dim}; take trainstep or sdpa"
             )
         all_recompute = self.recomputes and self.recompute_every == 1
-        in_vain = {"model": "model", "block": "block with recomputation"} if all_recompute else {"model": "model"}
-        if self.compile in in_vain:
-            remedy = "none" if all_recompute else "block or none"
+        if self.compile == "model" or (self.compile == "block" and all_recompute):
+            where = " where every block recomputes" if all_recompute else ""
             raise ValueError(
-                f"compile: flash_attn_4 is no operator of torch's, so that compile {in_vain[self.compile]} would compile nothing; "
-                f"take another attention, or compile {remedy}"
+                f"compile: flash_attn_4 is no operator of torch's, so that compile {self.compile}{where} would compile "
+                f"nothing; take another attention, or compile {'none' if all_recompute else 'block or none'}"
             )
 
     @property

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from trainstep.costs.element_wise import chunk_tokens as usual_chunk_tokens
 from trainstep.costs.element_wise import linear_cross_entropy_flops
 from trainstep.ops import reference
 from trainstep.ops.operators import autocast_dtype, define, gradients_by, has_kernel, makes_a_graph, rows_of
@@ -25,15 +26,6 @@ from trainstep.spans import span
 
 with suppress(ImportError):  # there is no triton for this platform; has_kernel then says so
     from trainstep.ops.kernels.cross_entropy import launch_cross_entropy, launch_scale
-
-_LOGITS_BYTES, _MOST_LOGITS_BYTES = 2**28, 2**30
-"""Bytes of the logits of a chunk, unless the caller chooses its tokens; of a large vocabulary as many as `_FEWEST_TOKENS` need, up
-to the most."""
-_FEWEST_TOKENS = 2048
-"""Each chunk reads and writes the sum of dW once more: with 151,936 words on an H200 and the sum in bf16, chunks of 768, 2,048 and
-8,192 tokens took 1.11, 1.04 and 1.02 of the three matmuls' time; in fp32 chunks of 768 took 1.215 (results/h200/loss_bill.csv)."""
-_CHUNK_MULTIPLE = 256
-"""Chunks have a multiple of these tokens, for full tiles in the matmuls."""
 
 
 def linear_cross_entropy(
@@ -79,7 +71,7 @@ def linear_cross_entropy(
                 z_loss=z_loss,
                 reduction=reduction,
             )
-        tokens = chunk_tokens or chunk_of(weight.shape[0], hidden.element_size())
+        tokens = chunk_tokens or usual_chunk_tokens(weight.shape[0], hidden.element_size())
         wanted = [torch.is_grad_enabled() and x.requires_grad and gradients_in_forward for x in (hidden, weight)]
         loss: Tensor = _linear_cross_entropy(
             hidden, weight, targets, ignore_index, label_smoothing, z_loss, reduction == "mean", tokens, sum_dtype or weight.dtype,
@@ -105,13 +97,6 @@ class LinearCrossEntropy(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """x W^T, (..., V), whole."""
         return nn.functional.linear(hidden, self.weight)
-
-
-def chunk_of(vocabulary: int, element_bytes: int) -> int:
-    """Tokens of a chunk by default."""
-    row_bytes = vocabulary * element_bytes
-    tokens = max(_LOGITS_BYTES // row_bytes, min(_FEWEST_TOKENS, _MOST_LOGITS_BYTES // row_bytes))
-    return max(1, tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
 
 
 def _check(

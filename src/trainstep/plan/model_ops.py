@@ -11,6 +11,7 @@ from math import prod
 
 from trainstep.config.model import ModelConfig
 from trainstep.config.run import RunConfig
+from trainstep.costs.element_wise import chunk_tokens
 from trainstep.plan.live_tensors import ACTIVATION, COPY, LOGITS
 
 INDUCTOR = "Inductor's partition, results/h200/ddp.jsonl memory_points"
@@ -22,8 +23,6 @@ _LOSS = "torch.nn.functional.cross_entropy keeps the log-softmax in fp32"
 
 _LSE_ROWS = 32
 """Memory-efficient attention pads the log-sum-exp of a head to a multiple of these rows."""
-_CHUNK_BYTES, _MOST_CHUNK_BYTES, _FEWEST_TOKENS, _CHUNK_MULTIPLE = 2**28, 2**30, 2048, 256
-"""The fused head's logits at a time (ops/linear_cross_entropy.py)."""
 TILED = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "trainstep", "flash_attn_4")
 """Attentions that never have the S x S matrix in memory."""
 RECOMPUTED = ("selective", "narrow", "block")
@@ -152,13 +151,6 @@ def check_known(run: RunConfig) -> None:
         )
     if run.attention == "sdpa_math":
         raise ValueError("attention: sdpa_math has no formulas; take plain, which has the same matrices, or sdpa")
-
-
-def chunk_tokens(vocabulary: int, element_bytes: int) -> int:
-    """Tokens whose logits the fused head has at a time, as ops/linear_cross_entropy.py."""
-    row_bytes = vocabulary * element_bytes
-    tokens = max(_CHUNK_BYTES // row_bytes, min(_FEWEST_TOKENS, _MOST_CHUNK_BYTES // row_bytes))
-    return max(1, tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
 
 
 def tensor(

@@ -106,13 +106,23 @@ class _Message:
 def read_communication(work: TraceWork, payload_bytes: Mapping[str, int] | None = None) -> Communication:
     """Every message with its start and end in the trace. `payload_bytes`: by label, as costs/gradient_sync.py has them."""
     sizes = payload_bytes or {}
-    messages = sorted(_on_device(work) if work.on_device else _on_host(work), key=lambda message: message.launched_ns)
-    computing = _computing(work)
+    named = _pieces_of_messages(work) if work.on_device else []
+    sent = {id(piece) for _, pieces in named for piece in pieces}
+    rest = [piece for piece in work.pieces if id(piece) not in sent]
+    computes = [piece for piece in rest if piece.kind != COMMUNICATION] if work.on_device else []
+    # What belongs to messages that nothing names, as those by copies in the launch of a graph, counts in a step's totals alone
+    unnamed = (
+        [_message_of([piece], piece.name) for piece in rest if piece.kind == COMMUNICATION] if work.on_device else []
+    )
+    messages = sorted(_on_device(named) if work.on_device else _on_host(work), key=lambda message: message.launched_ns)
+    computing = Cover(
+        ((piece.start_ns, piece.end_ns) for piece in computes) if work.on_device else _main_thread_ops(work.attribution)
+    )
     by_step: dict[int | None, list[_Message]] = {step.number: [] for step in work.steps}
     first_step = work.steps[0].number if work.steps else None
-    for message in (*messages, *_parts_of_messages(work)):
+    for message in (*messages, *unnamed):
         by_step.setdefault(first_step if message.step is None else message.step, []).append(message)
-    ends_ns = _backward_ends_ns(work)
+    ends_ns = _backward_ends_ns(work, computes)
     return Communication(
         messages=tuple(_timed(message, computing, sizes.get(message.label)) for message in messages),
         steps=tuple(
@@ -143,17 +153,9 @@ def waiting_s(starts: Sequence[Sequence[tuple[str, float]]], shard_ranks: int | 
     return waits_s
 
 
-def _on_device(work: TraceWork) -> Iterator[_Message]:
-    for span, pieces in _pieces_of_messages(work):
+def _on_device(named: Sequence[tuple[Range | None, Sequence[Work]]]) -> Iterator[_Message]:
+    for span, pieces in named:
         yield _message_of(pieces, pieces[0].name if span is None else span.name)
-
-
-def _parts_of_messages(work: TraceWork) -> Iterator[_Message]:
-    """What belongs to messages that nothing names, as those by copies in the launch of a graph: for a step's totals alone."""
-    sent = {id(piece) for _, pieces in _pieces_of_messages(work) for piece in pieces} if work.on_device else set()
-    for piece in work.pieces if work.on_device else ():
-        if piece.kind == COMMUNICATION and id(piece) not in sent:
-            yield _message_of([piece], piece.name)
 
 
 def _message_of(pieces: Sequence[Work], label: str) -> _Message:
@@ -216,24 +218,11 @@ def _on_host(work: TraceWork) -> Iterator[_Message]:
             )
 
 
-def _computing(work: TraceWork) -> Cover:
-    if not work.on_device:
-        return Cover(_main_thread_ops(work.attribution))
-    return Cover((piece.start_ns, piece.end_ns) for piece in _computing_pieces(work))
-
-
-def _computing_pieces(work: TraceWork) -> list[Work]:
-    sent = {id(piece) for _, pieces in _pieces_of_messages(work) for piece in pieces}
-    return [piece for piece in work.pieces if piece.kind != COMMUNICATION and id(piece) not in sent]
-
-
-def _backward_ends_ns(work: TraceWork) -> dict[int | None, int]:
-    """Step -> when backward's last computing ended on the device; without a device, when its span ended."""
+def _backward_ends_ns(work: TraceWork, computes: Sequence[Work]) -> dict[int | None, int]:
+    """Step -> when the last of what computes in backward ended on the device; without a device, when backward's span ended."""
     last_ends_ns: dict[int | None, int] = {}
     if work.on_device:
-        ends_by_step = [
-            (piece.place.step, piece.end_ns) for piece in _computing_pieces(work) if piece.place.phase == Phase.BACKWARD
-        ]
+        ends_by_step = [(piece.place.step, piece.end_ns) for piece in computes if piece.place.phase == Phase.BACKWARD]
     else:
         attribution = work.attribution
         ends_by_step = [

@@ -42,12 +42,15 @@ def attention_named(name: str, context: int, device: torch.device) -> Attention:
     if name == "flex":
         return _in_span(flex_attention(context, context, device))
     if name == "flash_attn_4":
-        return _in_span(_of_package(flash_attn_func(name)))
+        return _in_span(_of_package(flash_attn_func(name, "attention")))
     return _in_span(_sdpa if name == "sdpa" else sdpa_on(name))
 
 
-def flash_attn_func(name: str) -> PackagedAttention:
-    """The function of the package flash-attn or flash-attn-4. ImportError, with the reason, if anything it needs is absent."""
+def flash_attn_func(name: str, field: str) -> PackagedAttention:
+    """The function of the package flash-attn or flash-attn-4. ImportError, with the reason, if anything it needs is absent.
+
+    `field`: the option that names it, for the error.
+    """
     module, reason = _MODULES[name], "it has no flash_attn_func"
     try:
         # With flash-attn-4 alone there is an empty module flash_attn too.
@@ -55,9 +58,7 @@ def flash_attn_func(name: str) -> PackagedAttention:
     except (ImportError, OSError, RuntimeError) as error:  # OSError, RuntimeError: a shared library does not load
         function, reason = None, str(error)
     if function is None:
-        raise ImportError(
-            f"attention: {name} is not installed; pip install {PACKAGES[name]} (import {module}: {reason})"
-        )
+        raise ImportError(f"{field}: {name} is not installed; pip install {PACKAGES[name]} (import {module}: {reason})")
     return function
 
 

@@ -111,9 +111,9 @@ def _flash_attn(config: AttentionConfig) -> Attention:
 def _installed(name: str) -> PackagedAttention:
     """The package's function. CellFailed, with the reason, if the module or anything it needs is absent."""
     try:
-        return flash_attn_func(name)
+        return flash_attn_func(name, "implementation")
     except ImportError as error:
-        raise refused(str(error).replace("attention", "implementation", 1), "import_error") from None
+        raise refused(str(error), "import_error") from None
 
 
 def _trainstep(config: AttentionConfig) -> Attention:

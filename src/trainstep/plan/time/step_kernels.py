@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from trainstep.config.machine import matmul_dtype
 from trainstep.config.run import RunConfig
+from trainstep.costs.element_wise import chunk_tokens
 from trainstep.plan.memory_terms import transformer_parameters
-from trainstep.plan.model_ops import check_known, chunk_tokens, model_of, modes_of, symbols_of, widths_of
+from trainstep.plan.model_ops import check_known, model_of, modes_of, symbols_of, widths_of
 from trainstep.plan.time.block_kernels import block_passes, linear, plain_norm
 from trainstep.plan.time.kernels import ATTENTION_KINDS, Kernel, Kind, matmul, traffic
 
