@@ -38,10 +38,18 @@ STEPS: dict[str, dict[str, Any]] = {
     "fsdp in bf16, copies": {"sync": "fsdp", "compute_dtype": "bf16", "transport": "copies"},
     "fsdp, copies": {"sync": "fsdp", "transport": "copies"},
     "bucketed, copies": {"sync": "bucketed", "transport": "copies", "in_place": True, "update": "by_bucket"},
+    "bucketed, copies, 1 GiB": {
+        "sync": "bucketed",
+        "transport": "copies",
+        "in_place": True,
+        "update": "by_bucket",
+        "inbox_mib": 1024,
+    },
     "sharded_flat, library": {"sync": "sharded_flat"},
     "fsdp in bf16, library": {"sync": "fsdp", "compute_dtype": "bf16"},
     "fsdp, library": {"sync": "fsdp"},
     "bucketed, library": {"sync": "bucketed"},
+    "bucketed by bucket, library": {"sync": "bucketed", "in_place": True, "update": "by_bucket"},
     "none again": {"sync": "none"},
 }
 OURS = {

@@ -1,9 +1,10 @@
 """Updating during backward is the plain step to the bit, and gradients of only one block exist at a time."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -380,6 +381,36 @@ def test_unused_parameters_are_as_in_the_plain_step():
             assert all(torch.equal(*pair) for pair in zip(weights, plain, strict=True))
 
 
+def beside_on_ranks(ranks: Ranks, in_place: bool) -> tuple[list[Tensor], list[int], int]:
+    """As `odd_on_ranks`, updated on a stream of its own, of which a CPU has none. Also how many gradients are kept when the step
+    waits for that stream, in each step, and in the end."""
+    model = Odd()
+    sync = BucketedDDP(model, ranks, bucket_mib=300 / 2**20, in_place=in_place)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    update = UpdateInBackward(model, optimizer, sync, by_bucket=True)
+    update._stream = sync.average_stream = cast(Any, object())
+    kept: list[int] = []
+    step_stream = SimpleNamespace(wait_stream=lambda stream: kept.append(len(update._kept)))
+    step = TrainStep(model, optimizer, gradient_sync=sync, in_backward=update)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        patched.setattr(torch.cuda, "current_stream", lambda: step_stream)
+        for number in range(6):
+            leave_out = (ranks.rank == 0 and number % 3 == 1) or number % 3 == 2
+            step([{"tokens": torch.tensor([0, 1, 2, (number + ranks.rank) % 5]), "leave_out": leave_out}])
+    return [parameter.detach() for parameter in model.parameters()], kept, len(update._kept)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_beside_backward_updates_are_the_same_and_gradients_are_kept_until_the_step_has_waited(in_place: bool):
+    plain = run_ranks(2, odd_on_ranks, False, {})[0]
+    trained = sum(parameter.requires_grad for parameter in Odd().parameters())
+    for weights, kept, left in run_ranks(2, beside_on_ranks, in_place):
+        assert all(torch.equal(*pair) for pair in zip(weights, plain, strict=True))
+        assert kept == [trained, trained, trained - 2] * 2, "every third step leaves a layer out on both ranks"
+        assert left == 0
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_by_bucket_takes_micro_batches_and_leaves_buckets_their_memory(in_place: bool):
     config = SyncConfig(name="bucketed", bucket_mib=0.005, in_place=in_place)
@@ -461,8 +492,17 @@ def test_on_a_gpu_the_losses_are_the_same_and_the_peak_lower(precision: str, ops
     assert peak - lower_peak > gradients_bytes / 2
 
 
-def on_gpus(ranks: Ranks, config: RunConfig) -> tuple[list[float], int]:
-    return losses_and_peak(config, (ranks, SyncConfig(name="bucketed", bucket_mib=8.0)))
+ON_GPUS: dict[str, tuple[str, dict[str, Any]]] = {
+    "in backward": ("in_backward", {}),
+    "by bucket": ("by_bucket", {}),
+    "by bucket, in place": ("by_bucket", {"in_place": True}),
+    "by bucket, in place, by copies": ("by_bucket", {"in_place": True, "transport": "copies", "inbox_mib": 32}),
+}
+"""Name -> update, and options of the strategy."""
+
+
+def on_gpus(ranks: Ranks, config: RunConfig, options: dict[str, Any]) -> tuple[list[float], int]:
+    return losses_and_peak(config, (ranks, SyncConfig(name="bucketed", bucket_mib=8.0, **options)))
 
 
 @pytest.mark.multigpu
@@ -471,8 +511,10 @@ def on_gpus(ranks: Ranks, config: RunConfig) -> tuple[list[float], int]:
 def test_on_gpus_buckets_are_updated_behind_their_messages(precision: str, capture: str):
     values = {**GPU_SHAPE, "device": "cuda", "adamw": "trainstep", "precision": precision, "capture": capture}
     config = build_run(values)
-    (plain, peak), (again, _) = (run_ranks(2, on_gpus, config, backend="nccl")[0] for _ in range(2))
-    updated, lower_peak = run_ranks(2, on_gpus, replace(config, update="in_backward"), backend="nccl")[0]
-    assert_as_close_as_plain_runs(updated, plain, again)
-    if capture == "none":
-        assert lower_peak < peak
+    (plain, peak), (again, _) = (run_ranks(2, on_gpus, config, {}, backend="nccl")[0] for _ in range(2))
+    for update, options in ON_GPUS.values():
+        updating = replace(config, update=update)
+        updated, its_peak = run_ranks(2, on_gpus, updating, options, backend="nccl")[0]
+        assert_as_close_as_plain_runs(updated, plain, again)
+        if capture == "none" and update == "in_backward":
+            assert its_peak < peak

@@ -83,7 +83,8 @@ class SyncConfig:
         TRANSPORTS,
     )
     inbox_mib: int = described(
-        "MiB of each rank's memory for messages that arrive by copies, besides what torch allocates", 256
+        "MiB of each rank's memory for messages that arrive by copies, besides what torch allocates; bucketed gains by 1024",
+        256,
     )
 
     def __post_init__(self) -> None:

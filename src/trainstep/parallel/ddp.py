@@ -274,11 +274,20 @@ class BucketedDDP(_MessagePerBucket):
         self.averages_in_backward = True
         """Whether `on_average` is called once the next bucket is sent, usually during backward, and not for the last bucket.
         Otherwise it is called for all buckets when all are sent, in `finish_gradient_synchronization`."""
+        self.average_stream: torch.cuda.Stream | None = None
+        """If set, averages arrive on this stream, and `on_average` is called on it, as soon as a bucket is sent: what it does waits
+        for that bucket's message and for nothing else. Whoever sets it lets the step wait for the stream, and keeps the gradients
+        until then."""
+        self.sends_by_copies = transport is not None
         self._in_flight: Bucket | BucketInPlace | None = None
 
     def _send(self, message_index: int) -> None:
         super()._send(message_index)
-        if self.on_average is not None and self.averages_in_backward:
+        if self.on_average is not None and self.average_stream is not None:
+            with torch.cuda.stream(self.average_stream), torch.no_grad():
+                self.buckets[message_index].receive()
+                self.on_average(self.buckets[message_index])
+        elif self.on_average is not None and self.averages_in_backward:
             before, self._in_flight = self._in_flight, self.buckets[message_index]
             if before is not None:
                 with torch.no_grad():
@@ -286,7 +295,7 @@ class BucketedDDP(_MessagePerBucket):
                 self.on_average(before)
 
     def _finish(self) -> None:
-        if self.on_average is None or not self.averages_in_backward:
+        if self.average_stream is None and (self.on_average is None or not self.averages_in_backward):
             self._finish_buckets(self._order.rest(), self.on_average)
             return
         for message_index in self._order.rest():

@@ -10,7 +10,8 @@ BucketedDDP a bucket takes the place of a block: it is updated when the next buc
 
 With `by_bucket` updates begin when backward is over and all buckets are sent: a bucket is updated as soon as its average arrives,
 while later buckets are on their way. Backward then never waits for a message, and what its messages leave exposed is hidden behind
-the update; but all gradients exist at once.
+the update; but all gradients exist at once. On GPUs whose messages go by copies a bucket is updated on a stream of its own, which
+waits for that bucket's message alone, so maybe beside backward. (Behind messages by NCCL the same is slower; docs/decisions/0036.)
 
 [Note: when a parameter may change] A parameter's gradient is complete once all of its uses have been differentiated, so nothing in
 the graph needs its old value any more. What uses a parameter without a gradient (`weight.detach()`) may still need it; autograd
@@ -43,6 +44,8 @@ class InBuckets(Protocol):
     buckets: Sequence[Bucket | BucketInPlace]
     on_average: Callable[[Bucket | BucketInPlace], None] | None
     averages_in_backward: bool
+    average_stream: torch.cuda.Stream | None
+    sends_by_copies: bool
 
 
 class UpdateInBackward:
@@ -74,6 +77,10 @@ class UpdateInBackward:
         self._optimizer = optimizer
         self.by_bucket = by_bucket
         self._buckets: Sequence[Bucket | BucketInPlace] = ()
+        self._stream: torch.cuda.Stream | None = None
+        """Where buckets are updated; None: where the step is."""
+        self._kept: list[Tensor] = []
+        """Gradients that updates on that stream may still read: freed, their memory would be the step's at once."""
         self._lock = Lock()  # autograd runs the hooks of each device in a thread of its own
         self._is_running = False
         self._group_of: dict[Tensor, int] = {}
@@ -85,6 +92,9 @@ class UpdateInBackward:
             self._buckets = sync.buckets
             sync.on_average = self._update_bucket
             sync.averages_in_backward = not by_bucket
+            device = next(module.parameters()).device
+            if by_bucket and sync.sends_by_copies and device.type == "cuda":
+                self._stream = sync.average_stream = torch.cuda.Stream(device)
             self._release_buckets()
             return
         for plan in plan_units(module):
@@ -109,6 +119,9 @@ class UpdateInBackward:
 
     def finish(self) -> None:
         """Update the parameters that still have a gradient. Call it when gradients are synchronised."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._kept = []
         self._optimizer.step()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -145,6 +158,8 @@ class UpdateInBackward:
         """Step with these parameters alone, and free their gradients."""
         with span(f"update {name}"):
             step_unit(self._optimizer, parameters, self._group_of)
+        if self._stream is not None:
+            self._kept += [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             parameter.grad = None
 
