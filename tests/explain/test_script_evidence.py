@@ -15,7 +15,7 @@ from trainstep.explain.budget import AS_THEY_RUN, step_budget
 from trainstep.explain.evidence import taken_from
 from trainstep.explain.script_evidence import script_evidence
 from trainstep.records.record import Record
-from trainstep.traces.patterns.pattern import ATTENTION, OPTIMIZER, PRECISION
+from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, OPTIMIZER, PRECISION
 
 
 def parts(**ms: float) -> dict[Part, float]:
@@ -377,9 +377,9 @@ def test_on_a_cpu_without_a_spare_core_half_of_what_is_hidden_counts(cores: int,
 
 
 def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():
-    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.016], "share": [1.0]}
-    table = patterns(pattern=PRECISION, time_s=0.016, least_s=0.0)
-    for precision, gain_s in (("highest", 0.014), ("high", 0.008)):
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.014], "share": [1.0]}
+    table = patterns(pattern=PRECISION, time_s=0.014, least_s=0.0)
+    for precision, gain_s in (("highest", 0.013), ("high", 0.007)):
         facts = {"inspected_step": 5, "matmul_precision": precision}
         run = a_run(
             parts_ms=parts(forward=20.0), tables={"patterns": table, "classes": classes}, facts=facts, device="cuda"
@@ -388,7 +388,26 @@ def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():
         finding = budget.findings[0]
         assert finding.cause == "precision"
         assert finding.gain.time_s == pytest.approx(gain_s)
-        assert budget.as_they_run_s == {"matmul": pytest.approx(0.016 - gain_s)}, "what is found is not told twice"
+        assert budget.as_they_run_s == {"matmul": pytest.approx(0.014 - gain_s)}, "what is found is not told twice"
+
+
+def test_attention_in_fp32_is_the_same_cause_and_taken_from_its_own_kernels():
+    classes = {
+        "phase": ["forward"] * 2, "class": ["matmul", "attention"], "calls": [1.0] * 2, "time_s": [0.014, 0.009],
+        "share": [0.6, 0.4],
+    }  # fmt: skip
+    tables = [
+        patterns(pattern=name, time_s=s, least_s=0.0) for name, s in ((PRECISION, 0.014), (FP32_ATTENTION, 0.009))
+    ]
+    table = {column: [*tables[0][column], *tables[1][column]] for column in tables[0]}
+    facts = {"inspected_step": 5, "matmul_precision": "highest"}
+    run = a_run(
+        parts_ms=parts(forward=25.0), tables={"patterns": table, "classes": classes}, facts=facts, device="cuda"
+    )
+    budget = step_budget(script_evidence([run]), None)
+    assert budget.findings[0].cause == "precision"
+    assert budget.findings[0].excess.time_s == pytest.approx(0.013 + 0.008)
+    assert budget.as_they_run_s == {"matmul": pytest.approx(0.001), "attention": pytest.approx(0.001)}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ from trainstep.traces.kernel_classes import ATTENTION, COMMUNICATION, COPIES, ID
 MEMORY, CASTS, HOST_COPIES = "memory-bound", "casts", "host copies"
 ATTENTION_MATMUL = "attention matmuls"
 """Groups of device time beside those of traces/kernel_classes.py. Plain attention's matmuls are apart from its other kernels."""
-_SLOWER = {"attention_mask": ATTENTION, "optimizer": OPTIMIZER, "precision": MATMUL, "host_copies": CASTS}
-"""Cause of a habit -> the kernels that it makes longer; a cause that is not here makes memory-bound ones longer."""
 _ONLY_OUTSIDE = "outside phases"
 _HOST_COPY = ("Memcpy HtoD", "Memcpy DtoH")
 _IN_ATTENTION = ("attention scores", "attention softmax", "attention values")
@@ -46,17 +44,14 @@ class Place:
 @dataclass(frozen=True, kw_only=True)
 class Habit:
     """A way of computing that costs more than another that gives the same (traces/patterns). `excess_s`: what the other saves of
-    the device's time, on a CPU of the step; `gap_s`: idle time of the device before its kernels."""
+    the device's time, on a CPU of the step; `gap_s`: idle time of the device before its kernels; `group`: the kernels that it
+    makes longer."""
 
     cause: str
     excess_s: float
     gap_s: float = 0.0
     what: str
-
-    @property
-    def group(self) -> str:
-        """The kernels that it makes longer."""
-        return _SLOWER.get(self.cause, MEMORY)
+    group: str = MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,22 +36,44 @@ from typing import Any
 
 from trainstep.config.machine import machine_spec
 from trainstep.config.script import Part
-from trainstep.explain.evidence import Evidence, Habit, Place, rows_of, spread_of, with_copies_as_casts, work_of
+from trainstep.explain.evidence import (
+    CASTS,
+    MEMORY,
+    Evidence,
+    Habit,
+    Place,
+    rows_of,
+    spread_of,
+    with_copies_as_casts,
+    work_of,
+)
 from trainstep.explain.script_messages import messages_of
 from trainstep.records.record import Record, Samples
+from trainstep.traces import kernel_classes
 from trainstep.traces.kernel_classes import MATMUL
-from trainstep.traces.patterns.pattern import ATTENTION, MASK, OPTIMIZER, PRECISION, SLICES
+from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, MASK, OPTIMIZER, PRECISION, SLICES
 
 _INSTALLED = "site-packages"
-_CAUSES = {ATTENTION: "attention_kernel", MASK: "attention_mask", OPTIMIZER: "optimizer"}
-_CAUSES |= {SLICES: "small_kernels", PRECISION: "precision"}
+_CAUSES = {
+    ATTENTION: ("attention_kernel", MEMORY),
+    MASK: ("attention_mask", kernel_classes.ATTENTION),
+    OPTIMIZER: ("optimizer", kernel_classes.OPTIMIZER),
+    SLICES: ("small_kernels", MEMORY),
+    PRECISION: ("precision", MATMUL),
+    FP32_ATTENTION: ("precision", kernel_classes.ATTENTION),
+}
+"""Pattern -> its cause, and the kernels that it makes longer."""
 _LONGEST_RANGE_S = 5e-6
 _MOST_BY_OPS = 1.25
 """The most that ops may show, of the share of multiprocessors that others used."""
 _QUIET = 0.05
 """The share of a step that a machine's own background may take, and of the machine that it may use."""
-_SIXTEEN = {"highest": 1 / 8, "high": 1 / 2, "medium": 1 / 2}
-"""torch's precision of fp32 matmuls -> time of the same in 16 bits: data sheets have 1/16 and 1/2; no step reaches the first."""
+_SIXTEEN = {
+    PRECISION: {"highest": 1 / 14, "high": 1 / 2, "medium": 1 / 2},
+    FP32_ATTENTION: {"highest": 1 / 9, "high": 1 / 2, "medium": 1 / 2},
+}
+"""Pattern -> torch's precision of fp32 matmuls -> time of the same in 16 bits. Data sheets have 1/16 and 1/2; two GPTs on an H200
+took 1/14.9 and 1/15.0 for their matmuls, and 1/9.5 for their attention (docs/log.md, 2026-11-27)."""
 _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s1688gemm")
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
 _STAGED_S = 2e-5
@@ -274,24 +296,25 @@ def habits_of(
 
 def _habits(inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
     """A habit for each cause, the median of the steps."""
-    seen: dict[str, list[Habit]] = {}
+    seen: dict[tuple[str, str], list[Habit]] = {}
     if not on_device:  # [Note: times of habits]
         quickest = sorted(inspected, key=lambda record: record.fact("profiled_step_s") or 0.0)
         inspected = quickest[: (len(quickest) + 1) // 2]
     for record in inspected:
         for habit in _habits_of(record, samples, on_device=on_device):
-            seen.setdefault(habit.cause, []).append(habit)
-    for cause, habits in seen.items():
+            seen.setdefault((habit.cause, habit.group), []).append(habit)
+    for (cause, group), habits in seen.items():
         absent = [0.0] * (len(inspected) - len(habits))
         yield Habit(
             cause=cause,
             excess_s=statistics.median([*absent, *(habit.excess_s for habit in habits)]),
             gap_s=statistics.median([*absent, *(habit.gap_s for habit in habits)]),
             what=habits[-1].what,
+            group=group,
         )
     if on_device and inspected and (pageable_s := _pageable_s(inspected[-1])):
         words = "batches are copied from memory that is not pinned"
-        yield Habit(cause="host_copies", excess_s=pageable_s, what=words)
+        yield Habit(cause="host_copies", excess_s=pageable_s, what=words, group=CASTS)
 
 
 def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
@@ -299,24 +322,25 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
     excess_s: dict[str, float] = {}
     gap_s: dict[str, float] = {}
     words: dict[str, str] = {}
-    sixteen = _SIXTEEN.get(matmul_precision(record) or "high", 1 / 2)
+    precision = matmul_precision(record) or "high"
     for row in rows_of(record.tables.get("patterns")):
-        cause = _CAUSES.get(row["pattern"])
-        if cause is None:
+        pattern = row["pattern"]
+        if pattern not in _CAUSES:
             continue
         time_s, least_s = row["time_s"], row["least_s"]
-        if row["pattern"] == PRECISION:
-            least_s = sixteen * time_s
+        if pattern in _SIXTEEN:
+            least_s = _SIXTEEN[pattern].get(precision, 1 / 2) * time_s
         if not on_device:
             time_s, scale = _unprofiled(row, samples.get(row["phase"]))
             # The profiler only lengthens a step: one that is shorter than usual had less to do, also the other way
             least_s *= max(1.0, scale) if row.get("least_is_timed") else scale
-        excess_s[cause] = excess_s.get(cause, 0.0) + time_s - least_s
-        gap_s[cause] = gap_s.get(cause, 0.0) + row["gap_s"]
-        words[cause] = row["what"]
-    for cause, time_s in excess_s.items():
-        gap = gap_s[cause] if on_device else 0.0
-        yield Habit(cause=cause, excess_s=max(0.0, time_s), gap_s=gap, what=words[cause])
+        excess_s[pattern] = excess_s.get(pattern, 0.0) + time_s - least_s
+        gap_s[pattern] = gap_s.get(pattern, 0.0) + row["gap_s"]
+        words[pattern] = row["what"]
+    for pattern, time_s in excess_s.items():
+        cause, group = _CAUSES[pattern]
+        gap = gap_s[pattern] if on_device else 0.0
+        yield Habit(cause=cause, excess_s=max(0.0, time_s), gap_s=gap, what=words[pattern], group=group)
 
 
 def _unprofiled(row: Mapping[str, Any], usual: Sequence[float] | None) -> tuple[float, float]:

@@ -8,9 +8,11 @@ import torch
 from model import Sizes
 from options import options
 from plants import TINY_BUCKET_MB, Fragments, Samples, activation, optimizer
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, masking_utils
 
 asked = options()
+if not asked.plain:  # a clean loop waits for nothing, and this check reads a value of each batch
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 plants, device = asked.plants, asked.device
 sizes = Sizes.of(device, plain=asked.plain)
 fragments = Fragments(device) if "fragmenting" in plants else None
@@ -74,7 +76,7 @@ with tempfile.TemporaryDirectory() as folder:
         max_steps=asked.steps,
         per_device_train_batch_size=sizes.batch,
         gradient_accumulation_steps=asked.micro_batches,
-        accelerator_config={"gradient_accumulation_kwargs": sync},
+        accelerator_config={"gradient_accumulation_kwargs": sync, "non_blocking": device == "cuda" and not asked.plain},
         use_cpu=device == "cpu",
         ddp_backend=("gloo" if device == "cpu" else "nccl") if "RANK" in os.environ else None,
         ddp_find_unused_parameters=False if "RANK" in os.environ else None,

@@ -47,8 +47,6 @@ _LATE_S = 0.015
 _SLICES = 25
 _EVERY = 5
 TINY_BUCKET_MB = 0.002
-_ROOM_BYTES = 2**24
-"""Less than a buffer of `Fragments`, more than it grows in a step."""
 BURN = Path(__file__).with_name("burn.py")
 
 
@@ -121,29 +119,20 @@ def optimizer(
 
 
 class Fragments:
-    """A buffer that is larger than all that the allocator has cached, and a little larger in each step.
+    """A buffer for which there is no room: the allocator gives back all that it has cached before it refuses, and so asks the
+    driver for everything again, in every step. The loop goes on without it, as loops do that try a larger batch first.
 
-    From the third step on, when the optimizer has its state, memory ends a little behind what is reserved, anew in each step: so
-    the allocator gives back all that is free, in every step, and asks the driver for it again. (A smaller buffer would be a part
-    of a cached block.)
+    (One that fits would stay in the cache, and others would be cut out of it.)
     """
 
     def __init__(self, device: str) -> None:
-        self._device, self._steps, self._bytes = device, 0, 0
+        self._device = device
 
     def grow(self) -> None:
-        """Take the step's buffer and give it back."""
-        self._steps += 1
-        if self._steps < 3:
-            return
-        if not self._bytes:
-            self._bytes = max(segment["total_size"] for segment in torch.cuda.memory_snapshot())
-        self._bytes += _ROOM_BYTES // 2
+        """Ask for the step's buffer."""
         total = torch.cuda.get_device_properties(0).total_memory
-        most = torch.cuda.memory_reserved() + _ROOM_BYTES
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
-        with contextlib.suppress(torch.OutOfMemoryError):  # by then all that was free has been given back
-            torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(total, dtype=torch.uint8, device=self._device)
 
 
 def start_other_process(device: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trace_maker import launched, op, span, trace
-from trainstep.traces.patterns.pattern import ATTENTION
+from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, MASK
 from trainstep.traces.patterns.table import Patterns, find_patterns
 from trainstep.traces.work import read_work
 
@@ -57,6 +57,16 @@ def test_without_plain_matmuls_or_where_they_are_slow_it_takes_the_batched_ones(
 def test_attention_in_fp32_is_not_held_to_the_rate_of_16_bits():
     table = found(PLAIN, *attention(masked=False), dtype="float").table()
     assert table["least_s"][table["pattern"].index(ATTENTION)] == pytest.approx(600e-6)
+
+
+def test_a_fused_attention_of_fp32_is_found_as_such():
+    shapes = [(2, 8, 512, 64)] * 3
+    efficient, by_matmuls = (f"aten::_scaled_dot_product_{name}" for name in ("efficient_attention", "attention_math"))
+    masked = (efficient, [*shapes, (2, 8, 512, 512)], 400)
+    table = found((efficient, shapes, 300), masked, (by_matmuls, shapes, 500), dtype="float").table()
+    seconds = dict(zip(table["pattern"], table["time_s"], strict=True))
+    assert seconds == {FP32_ATTENTION: pytest.approx(300e-6), MASK: pytest.approx(400e-6)}
+    assert not found((efficient, shapes, 300)).table(), "in 16 bits"
 
 
 def test_a_mask_without_a_batch_makes_no_copy_attentions():

@@ -12,6 +12,8 @@ written out  scores = a batched matmul, then a softmax over its last dimension: 
 with a mask  on a GPU, a fused attention that is given a mask of T x T. If it is causal, to say so skips half of the work. At least:
              half of the time; a GPT-2 without the mask of Hugging Face's took 0.42 of it (docs/log.md, 2026-11-27). Only the ops
              below are known: flash takes no mask, and on a CPU the fused op takes as long with a mask as without.
+of fp32      on a GPU, a fused attention of fp32 tensors, without such a mask. What it takes in 16 bits depends on torch's precision
+             (explain/script_evidence.py).
 """
 
 import math
@@ -24,6 +26,7 @@ from trainstep.traces.kineto import Range
 from trainstep.traces.patterns.matmuls import BATCHED, SIXTEEN_BITS, sixteen_bit_work
 from trainstep.traces.patterns.pattern import (
     ATTENTION,
+    FP32_ATTENTION,
     FUSED_ATTENTION,
     FUSED_CAUSAL_ATTENTION,
     FUSED_MASKED_ATTENTION,
@@ -35,7 +38,7 @@ from trainstep.traces.patterns.step_ops import Shape, StepOps, first, tensors
 
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 _SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
-_FUSED = "aten::_scaled_dot_product_"
+_FUSED, _BY_MATMULS = "aten::_scaled_dot_product_", "aten::_scaled_dot_product_attention_math"
 _FUSED_RATE_OF_PLAIN = 0.3
 """A fused attention's FLOP/s, as a share of the step's plain matmuls'."""
 _MASK_AT = {
@@ -140,6 +143,18 @@ def with_mask(ops: StepOps) -> Iterator[Pattern]:
         least_ns=sum(cost.time_ns for cost in costs.values()) / 2,
         what=f"attention is given a mask of {words}; if it is causal, half of its work is wasted",
     )
+
+
+def fused_in_fp32(ops: StepOps) -> Iterator[Pattern]:
+    """Fused attention of fp32 tensors. One with a mask is a pattern already, and its time must not be saved twice."""
+    fused = [opened for opened in ops.all if ops.on_device and opened.name.startswith(_FUSED)]
+    fused = [opened for opened in fused if opened.dtypes[:1] == ("float",) and not mask_of(opened)]
+    fused = [opened for opened in fused if opened.name != _BY_MATMULS]  # whose matmuls are a pattern of their own
+    if fused:
+        costs = ops.costs(fused, whole=True)
+        yield Pattern(
+            name=FP32_ATTENTION, calls=len(fused), costs=costs, least_ns=0.0, what="attention of fp32 tensors"
+        )
 
 
 def mask_of(opened: Range) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from trainstep.traces.patterns.step_ops import Cost, Shape
 
 ATTENTION, OPTIMIZER, SLICES, PRECISION = "written-out attention", "optimizer by tensor", "slices", "fp32 matmuls"
-MASK = "attention with a mask"
+MASK, FP32_ATTENTION = "attention with a mask", "fp32 attention"
 FUSED_ATTENTION, FUSED_CAUSAL_ATTENTION, FUSED_MASKED_ATTENTION = "attention", "causal attention", "masked attention"
 FUSED_ADAMW = "AdamW"
 

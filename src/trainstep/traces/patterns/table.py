@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from trainstep.traces.patterns.attention import with_mask, written_out
+from trainstep.traces.patterns.attention import fused_in_fp32, with_mask, written_out
 from trainstep.traces.patterns.matmuls import NO_MATMULS, MatmulWork, in_fp32, sixteen_bit_work
 from trainstep.traces.patterns.optimizer import by_tensor
 from trainstep.traces.patterns.pattern import Pattern
@@ -68,7 +68,7 @@ def find_patterns(work: TraceWork) -> Patterns:
     if not has_shapes(work):
         return Patterns()
     ops = StepOps(work)
-    found = (*written_out(ops), *with_mask(ops), *by_tensor(ops), *in_slices(ops), *in_fp32(ops))
+    found = (*written_out(ops), *with_mask(ops), *by_tensor(ops), *in_slices(ops), *in_fp32(ops), *fused_in_fp32(ops))
     return Patterns(
         patterns=found,
         steps=ops.steps,
