@@ -8,7 +8,8 @@ import pytest
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.parsing import build_config, build_run, to_plain
 from trainstep.explain.budget import Budget, Finding
-from trainstep.explain.prove import TOGETHER, Candidate, Proof, candidates, predictor, prove, start_of
+from trainstep.explain.proof import TOGETHER, Candidate, Proof
+from trainstep.explain.prove import candidates, predictor, prove, start_of
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import shipped
 from trainstep.plan.time.interval import Interval
@@ -44,6 +45,8 @@ class Lab:
         """Two values that a config refuses beside each other."""
         self.losses: dict[Any, tuple[float, ...]] = {}
         self.reserved: list[int] = []
+        self.cut_off: tuple[Any, ...] = ()
+        """Values whose comparison the budget ends behind two pairs."""
 
     def key_of(self, options: Options) -> str:
         if self.refused and set(self.refused) <= set(options.values()):
@@ -67,6 +70,9 @@ class Lab:
             ratio *= (self.again if repeat and value in self.again else self.speeds).get(value, 1.0)
         if self.together is not None and len(changed) > 1:
             ratio = self.together
+        if not repeat and set(changed.values()) & set(self.cut_off) and len(changed) == 1:
+            each = (ratio, ratio + 0.01)
+            return Comparison(verdict="cannot tell", reason="2 of 5", ratio=ratio, each=each, n=2, is_cut_off=True)
         verdict = "faster" if ratio < 0.98 else "slower" if ratio > 1.02 else "cannot tell"
         return Comparison(verdict=verdict, reason="made up", ratio=ratio, low=ratio - 0.05, high=ratio + 0.05, n=6)
 
@@ -107,6 +113,22 @@ def test_the_measured_gain_is_of_the_explained_step_and_says_whether_the_predict
     assert [capture.held(1.0), block.held(1.0), loop.held(1.0)] == ["yes", "no", ""]
     near = replace(block, candidate=replace(BLOCK, gain=Interval(time_s=0.4, low_s=0.3, high_s=0.46)))
     assert near.held(1.0) == "cannot tell"
+
+
+@pytest.mark.parametrize(("cut_off", "slower"), [(("step", "block", "loop"), "loop"), (("block", "loop"), "loop")])
+def test_what_was_faster_until_the_budget_ended_it_is_measured_together_with_what_helped(
+    cut_off: tuple[str, ...], slower: str
+):
+    lab = Lab({"step": 0.8, "block": 0.7, "loop": 0.995})
+    lab.cut_off = cut_off
+    proof = lab.run(CAPTURE, BLOCK, LOOP)
+    assert lab.compared[-1] == ({"compile": "block", "capture": "step"}, 0), f"{slower} was slower in one of its pairs"
+    assert [tried.candidate.name for tried in proof.promising] == ["compile block", "capture step"][: len(cut_off) - 1]
+    assert proof.takes_all
+    assert proof.chosen == {**START, "capture": "step", "compile": "block"}
+    lab.together = 1.3
+    slow = lab.run(CAPTURE, BLOCK, LOOP)
+    assert not slow.takes_all
 
 
 def test_the_faster_of_two_values_of_a_field_is_taken():

@@ -3,7 +3,7 @@
 from run_records import a_run
 from trainstep.config.script import CHANGES, Part
 from trainstep.explain.budget import step_budget
-from trainstep.explain.prove import Candidate
+from trainstep.explain.proof import Candidate
 from trainstep.explain.script_changes import ScriptPlace, script_candidates
 from trainstep.explain.script_evidence import script_evidence
 

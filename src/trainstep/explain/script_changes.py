@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainstep.config.script import CHANGES
 from trainstep.explain.budget import Budget
-from trainstep.explain.prove import Candidate
+from trainstep.explain.proof import Candidate
 
 _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "data": ({"workers": ""},),

@@ -69,6 +69,8 @@ class Comparison:
     """How the two were interleaved: `none`, `live` (both processes alive) or `rounds` (one whole process after the other)."""
     within: float | None = None
     """The minimum effect, where the whole interval lies within it: it shows that there is no difference worth a verdict."""
+    is_cut_off: bool = False
+    """Whether a budget ended it, with the pairs of `each`, so that it may go on."""
 
     @property
     def word(self) -> str:

@@ -8,7 +8,7 @@ import pytest
 from record_maker import ENVIRONMENT, a_record
 from trainstep.config.parsing import build_config, to_plain
 from trainstep.explain.budget import Budget
-from trainstep.explain.prove import TOGETHER, Candidate, Proof, Tried
+from trainstep.explain.proof import TOGETHER, Candidate, Proof, Tried
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.trials import Step
 from trainstep.records.compare import Comparison

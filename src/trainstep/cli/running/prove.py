@@ -23,7 +23,8 @@ from trainstep.cli.running.prove_options import ProveOptions
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import Cell, groups_along
 from trainstep.explain.floor import check_calibration
-from trainstep.explain.prove import Candidate, Predict, Proof, candidates, predictor, prove, start_of
+from trainstep.explain.proof import Candidate, Proof
+from trainstep.explain.prove import Predict, candidates, predictor, prove, start_of
 from trainstep.explain.trace_evidence import check_provable
 from trainstep.measure.harness.lab import Lab
 from trainstep.measure.harness.local import run_groups

@@ -16,7 +16,7 @@ from trainstep.cli.running.preset import tell
 from trainstep.cli.running.prove import Request, measure, proof_store, same_machine, show_plan, write_proof_page
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.script import text_of_changes
-from trainstep.explain.prove import Candidate, Proof
+from trainstep.explain.proof import Candidate, Proof
 from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates
 from trainstep.explain.script_patch import lines_to_write, patch_of
 from trainstep.measure.harness.sweep import check_same_place
@@ -72,7 +72,9 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
         for line in _before_words(one, command, f"{steps} steps{' or more' if lab.may_share else ''}", str(store.path)):
             tell(line, how)
         proof, _ = _measured(one, lab, request, how)
-        proof.untried += lab.cut_off
+        joined = [tried.candidate.fields for tried in proof.promising] if proof.together is not None else []
+        names = [text_of_changes(lab.changes({**proof.start, **fields})) for fields in joined]
+        proof.untried += [name for name in lab.cut_off if name not in names]
     return _show(one, proof, lab, how)
 
 

@@ -6,7 +6,7 @@ proof_answer(label, proof), proof_table(one, proof), proof_toml(label, proof, ..
 from typing import Any
 
 from trainstep.explain.causes import CAUSES, page_of
-from trainstep.explain.prove import AGAIN, TOGETHER, Proof, Tried
+from trainstep.explain.proof import AGAIN, TOGETHER, Proof, Tried
 from trainstep.plan.time.interval import Interval
 from trainstep.records.record import Environment
 from trainstep.report.explain.budgets import Explained, span_words

@@ -111,6 +111,23 @@ def test_a_change_that_is_not_faster_twice_is_given_up(tmp_path: Path):
     assert "not faster in the first 2 pairs" in comparison.reason
 
 
+def test_windows_of_shared_processes_follow_smaller_gains(tmp_path: Path):
+    def small(text: str) -> float:
+        return {"workers=2": 0.985, "workers=3": 0.995}.get(text, 1.0)
+
+    def windows_of(lab: FakeLab) -> list[int]:
+        lab.first()
+        lab.measure_in_rounds([{"workers": "2"}, {"workers": "3"}])
+        return [lab.started.count(f"workers={count}") for count in "23"]
+
+    shared = FakeLab(tmp_path, small)
+    assert windows_of(shared) == [6, 2]
+    (tmp_path / "apart").mkdir()
+    apart = FakeLab(tmp_path / "apart", small)
+    apart.may_share = False
+    assert windows_of(apart) == [2, 2]
+
+
 def test_of_two_batch_sizes_the_slower_one_is_given_up_after_two_rounds(tmp_path: Path):
     times_s = {"batch_size=8": 1.0, "batch_size=16": 1.6, "batch_size=12": 1.505, "workers=2": 0.5, "workers=3": 0.6}
     lab = FakeLab(tmp_path, lambda text: times_s.get(text, 1.0))  # 0.5, 0.4 and 0.502 of a sequence's time
@@ -397,22 +414,57 @@ def test_what_fails_beside_others_may_run_alone(tmp_path: Path):
     assert not any(record.failure for record in lab.store.finished())
 
 
-def test_the_budget_goes_to_the_fastest_and_to_all_together(tmp_path: Path):
-    lab = FakeLab(tmp_path, lambda text: {"workers=2": 0.5, "pin_memory=on": 0.7}.get(text, 1.0))
+def two_that_help(folder: Path, most_s: float) -> FakeLab:
+    """A lab of a start of 50 s and turns of 10 s behind two rounds, with a budget that has room for `most_s`."""
+    lab = FakeLab(folder, lambda text: {"workers=2": 0.5, "pin_memory=on": 0.7}.get(text, 1.0))
     lab.first()
-    rounds = []
-    lab._is_spent = lambda next_s: (
-        rounds.append(next_s) is None and len(rounds) == 2
-    )  # too much for both in four rounds
+    lab._note_time = lambda record: None
+    lab._starts_s, lab._turns_s, lab._turns_of = [50.0], [10.0], {}
+    lab._is_spent = lambda next_s: len(lab.started) > 3 and next_s > most_s
     lab.measure_in_rounds([{"pin_memory": "on"}, {"workers": "2"}])
-    assert lab.started[7:] == ["", "workers=2", "workers=2", ""] * 2
     lab._is_spent = lambda next_s: next_s > 0
+    return lab
+
+
+def test_without_room_for_all_that_may_help_rounds_end_and_all_together_decide(tmp_path: Path):
+    lab = two_that_help(tmp_path, 300.0)  # four rounds of both take 160 s, of one 120, and the last comparison 200
+    assert lab.started[7:] == []
+    for options, ratio in (({"workers": "2"}, 0.5), ({"pin_memory": "on"}, 0.7)):
+        cut = lab.compare({}, options, 0)
+        assert (cut.verdict, cut.reason) == (
+            "cannot tell",
+            f"the budget had room for 2 of 6 rounds (ratio {ratio:.3f})",
+        )
+        assert cut.is_cut_off
+        assert cut.each == pytest.approx((ratio, ratio))
+    assert lab.cut_off == ["workers=2", "pin_memory=on"]
+
+
+def test_without_room_for_all_together_the_budget_goes_to_the_fastest(tmp_path: Path):
+    lab = two_that_help(tmp_path, 150.0)
+    assert lab.started[7:] == ["", "workers=2", "workers=2", ""] * 2
     assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
     assert lab.cut_off == []
-    cut = lab.compare({}, {"pin_memory": "on"}, 0)
-    assert (cut.verdict, cut.reason) == ("cannot tell", "the budget had room for 2 of 6 rounds (ratio 0.700)")
-    assert cut.ratio == pytest.approx(0.7)
-    assert lab.cut_off == ["pin_memory=on"]
+    assert lab.compare({}, {"pin_memory": "on"}, 0).is_cut_off
+
+
+def test_what_was_given_up_is_not_cut_off(tmp_path: Path):
+    lab = FakeLab(tmp_path, lambda text: 0.995 if text else 1.0)
+    lab.first()
+    lab.measure_in_rounds([{"workers": "2"}])
+    assert not lab.compare({}, {"workers": "2"}, 0).is_cut_off
+
+
+def test_the_last_comparison_is_expected_to_take_the_turns_of_the_slowest_change(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    lab.start = {"batch_size": 4}
+    sizes: list[Options] = [{"batch_size": size} for size in (8, 16)]
+    lab._in_rounds = {lab.key_of(options): options for options in sizes}
+    lab._starts_s, lab._turns_s = [50.0], [10.0]
+    assert lab.comparison_s({}) == 2 * 50 + 4 * 10 + 6 * 40, "a batch four times as large, until it is known"
+    lab._turns_of = {lab.key_of(sizes[1]): [25.0], lab.key_of(lab.start): [8.0]}
+    assert lab.comparison_s({}) == 2 * 50 + 4 * 8 + 6 * 25
 
 
 def test_as_many_live_at_once_as_have_room(tmp_path: Path):

@@ -16,9 +16,10 @@ the rounds has the order a b b a a b b a, each in a process of its own, and a ki
 The interval is Student's over the pairs, as of every comparison of fresh processes (records/compare.py). Pairs of windows that
 share processes do not show what differs from process to process, so what is kept in the end is compared in fresh ones.
 
-[Note: futility] A change that was not faster in the first two pairs is given up there, and so is a batch size where another one
-was faster in both, by more than the least gain: only one of them can be taken, and no losses decide between them. That loses
-changes of a few per cent on a noisy machine, and never makes one: `faster` always has all of its pairs.
+[Note: futility] A change that was not faster in the first two pairs by the least gain is given up there: 2 %, and 1 % where
+processes have several windows, which cost seconds and differ by half a per cent. So is a batch size where another one was faster
+in both, by more than 2 %: only one of them can be taken, and no losses decide between them. That loses changes of a few per cent
+on a noisy machine, and never makes one: `faster` always has all of its pairs.
 """
 
 import math
@@ -38,8 +39,8 @@ from trainstep.records.store import Store
 FEWEST_PAIRS = MINIMUM_PAIRS + 1
 """An even number, so that both orders are equally frequent."""
 _TRIED_PAIRS = 2
-_LEAST_GAIN = 0.02
-"""[Note: futility]"""
+_LEAST_GAIN, _LEAST_GAIN_SHARED = 0.02, 0.01
+"""Of processes with one window, and of those with several. [Note: futility]"""
 _ORIGINAL = "the original"
 _FUTILE = f"not faster in the first {_TRIED_PAIRS} pairs, so it was not compared further"
 
@@ -62,6 +63,12 @@ class ScriptLab(ScriptProcesses):
         self.cut_off: list[str] = []
         """Names of the changes that have had some of their rounds when the budget ended."""
 
+    def comparison_s(self, _: Options) -> float:
+        """About how many seconds the last comparison takes: half of its windows take as long as those of its slowest change."""
+        may_join = [options for options in self._in_rounds.values() if not self._given_up(options)]
+        slowest = max(may_join, key=self._turn_s, default=self.start)
+        return self._expected_s([self.start, slowest] * self._pairs)
+
     def first(self) -> Record | None:
         """The original's first process; None in a dry run that has none yet."""
         records = self._processes([(self.start, "trial 0")], counts=False)
@@ -70,7 +77,9 @@ class ScriptLab(ScriptProcesses):
     def measure_in_rounds(self, tried: Sequence[Options]) -> None:
         """Measure these against the original, all in each round, as far as the budget goes. `trial` and `compare` find them then.
 
-        [Note: the order] The budget keeps room for one comparison in the end, of all that helped, while two may help.
+        [Note: the budget] The budget keeps room for one comparison in the end, of all that helped, while two may help. Where it has
+        no room for that and for further rounds of all that may help, the rounds end after the first two, and that comparison
+        decides: it has all of its pairs, in fresh processes, and one change with all of its rounds would be worth less.
         """
         self._in_rounds = {self.key_of(options): options for options in tried}
         left, pair = list(tried), 0
@@ -78,7 +87,11 @@ class ScriptLab(ScriptProcesses):
             if pair >= _TRIED_PAIRS:
                 left = [options for options in left if not self._given_up(options)]
             to_come = self._coming(left, pair)
-            left = self._affordable(left, to_come)
+            has_room = self._affordable(left, to_come)
+            decides_together = self._may_join(left) and not self._is_spent(self.comparison_s({}))
+            if pair >= _TRIED_PAIRS and len(has_room) < len(left) and decides_together:
+                break  # [Note: the budget]
+            left = has_room
             if not left:
                 break
             known = len(self._known)
@@ -168,7 +181,7 @@ class ScriptLab(ScriptProcesses):
         ratios = self._ratios(options)[:_TRIED_PAIRS]
         if len(ratios) < _TRIED_PAIRS:
             return ""
-        if _none_gains(ratios):
+        if self._none_gains(ratios):
             return _FUTILE
         sizes = [each for each in self._in_rounds.values() if self.changes(each).keys() == {"batch_size"}]
         for rival in sizes if options in sizes else ():
@@ -192,8 +205,11 @@ class ScriptLab(ScriptProcesses):
 
     def _may_join(self, left: Sequence[Options]) -> bool:
         """Whether two of these, not two values of one change, may help, so that they are compared together in the end."""
-        helping = (options for options in left if not (ratios := self._ratios(options)) or not _none_gains(ratios))
+        helping = (options for options in left if not (ratios := self._ratios(options)) or not self._none_gains(ratios))
         return len({frozenset(self.changes(options)) for options in helping}) > 1
+
+    def _none_gains(self, ratios: Sequence[float]) -> bool:
+        return min(ratios) > 1 / (1 + (_LEAST_GAIN_SHARED if self.may_share else _LEAST_GAIN))
 
     def _ratio_words(self, left: Sequence[Options], pair: int) -> str:
         known = [(options, self._ratios(options)) for options in left]
@@ -258,7 +274,7 @@ class ScriptLab(ScriptProcesses):
                 ratios.append(times_s[1][-1] / times_s[0][-1])
                 if left:
                     self._say(f"{name}: pair {len(ratios)} of {self._pairs}: {ratios[-1]:.3f} of the original's time")
-            if tried and len(ratios) == _TRIED_PAIRS and _none_gains(ratios):
+            if tried and len(ratios) == _TRIED_PAIRS and min(ratios) > 1 / (1 + _LEAST_GAIN):
                 return _ended(_FUTILE, ratios)
         a, b = (Samples(unit="s", values=tuple(values)) for values in times_s)
         comparison = compare_samples(a, b, process_steps=(1, 1))
@@ -283,7 +299,7 @@ class ScriptLab(ScriptProcesses):
         if not ratios or self._dry_run:
             return None
         self.cut_off.append(name)
-        return _ended(f"the budget had room for {len(ratios)} of {self._pairs} rounds", ratios)
+        return _ended(f"the budget had room for {len(ratios)} of {self._pairs} rounds", ratios, is_cut_off=True)
 
     def _roles(self, before: Options, after: Options, repeat: int) -> list[Role]:
         """The processes of a comparison, in their order. [Note: the order]"""
@@ -304,11 +320,7 @@ def _losses(record: Record) -> tuple[Any, ...]:
     return tuple(record.tables["losses"]["loss"]) if "losses" in record.tables else ()
 
 
-def _none_gains(ratios: Sequence[float]) -> bool:
-    return min(ratios) > 1 / (1 + _LEAST_GAIN)
-
-
-def _ended(reason: str, ratios: Sequence[float]) -> Comparison:
+def _ended(reason: str, ratios: Sequence[float], *, is_cut_off: bool = False) -> Comparison:
     """A comparison that ended before it had all of its pairs."""
     ratio = math.exp(fmean(map(math.log, ratios)))
     return Comparison(
@@ -316,6 +328,8 @@ def _ended(reason: str, ratios: Sequence[float]) -> Comparison:
         reason=f"{reason} (ratio {ratio:.3f})",
         quantity="step",
         ratio=ratio,
+        each=tuple(ratios),
         n=len(ratios),
         paired=True,
+        is_cut_off=is_cut_off,
     )

@@ -81,6 +81,8 @@ class ScriptProcesses:
         """Of processes that started together, the first one's share of their time: all start in it."""
         self._turns_s: list[float] = []
         """The others' shares, and those of further windows."""
+        self._turns_of: dict[str, list[float]] = {}
+        """The same of each set of changes, by its key."""
         self.may_share = command.ranks == 1 and command.record.config["device"] == "cuda"
         """Whether a process may have several windows. On a CPU a start takes seconds, and processes differ by more."""
         for record in self._known.values():
@@ -112,14 +114,23 @@ class ScriptProcesses:
     def _expected_s(self, windows: Sequence[Options], *, shared: bool = False) -> float:
         """About how many seconds windows of these options take, as many processes as have room together."""
         roles = [(options, str(number)) for number, options in enumerate(windows)]
-        groups = len(self._groups(roles, shared=shared))
-        start_s = self.trial_s({})
-        turn_s = median(self._turns_s) if self._turns_s else _TURN_SHARE * start_s
-        return groups * start_s + (len(windows) - groups) * turn_s
+        groups = self._groups(roles, shared=shared)
+        others = [options for group in groups for options, _ in group[1:]]
+        return len(groups) * self.trial_s({}) + sum(map(self._turn_s, others))
+
+    def _turn_s(self, options: Options) -> float:
+        """About how many seconds another window of these options takes; a larger batch takes longer."""
+        if known := self._turns_of.get(self.key_of(options)):
+            return median(known)
+        return (median(self._turns_s) if self._turns_s else _TURN_SHARE * self.trial_s({})) * max(
+            1.0, self._work(options)
+        )
 
     def _note_time(self, record: Record) -> None:
         if record.samples and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
             (self._turns_s if record.fact("turn") else self._starts_s).append(record.duration_s)
+            if record.fact("turn"):
+                self._turns_of.setdefault(record.key, []).append(record.duration_s)
 
     def _name(self, options: Options, role: str) -> str:
         return f"{self.key_of(options)} {role}"
@@ -131,7 +142,7 @@ class ScriptProcesses:
         """Whether so many seconds, and what is reserved, would end after the budget. The original's first process runs anyway."""
         if self._budget_minutes is None:
             return False
-        needed_s = next_s + self.reserved * self.comparison_s({})
+        needed_s = next_s + (self.reserved * self.comparison_s({}) if self.reserved else 0.0)
         return bool(time.monotonic() - self._began_s + needed_s > self._budget_minutes * 60)
 
     def _processes(self, roles: Sequence[Role], *, counts: bool = True, shared: bool = False) -> list[Record] | None:
@@ -233,12 +244,14 @@ class ScriptProcesses:
     def _taken(self, options: Options) -> tuple[float, float] | None:
         """Bytes of the machine's memory and of the GPU's that such a process is thought to take; None if nobody can say.
 
-        What such a process took, or else what the original took. Of a batch k times as large k times as much of the GPU, which is
-        too much, as weights do not grow.
+        What such a process took, or one of the same batch, or else the original. Of a batch k times as large k times as much of the
+        GPU, which is too much, as weights do not grow.
         """
         key, start = self.key_of(options), self.key_of(self.start)
         ran = [record for record in self._known.values() if self._is_ours(record) and not record.failure]
-        same = next((record for record in ran if record.key == key), None)
+        batch_size = self.changes(options).get("batch_size")
+        alike = [record for record in ran if batch_size and str(record.fact("loader_batch_size")) == batch_size]
+        same = next((record for record in ran if record.key == key), next(iter(alike), None))
         first = same or next((record for record in ran if record.key == start), None) or next(iter(ran), None)
         if first is None:
             return None
