@@ -1,6 +1,7 @@
 """Fixtures for all tests: GPU tests are skipped without a GPU, children receive signals, and Slurm and bad input have fixtures."""
 
 import functools
+import gc
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -54,6 +55,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     # A container or taskset may leave this process fewer cores than the machine has
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores + ("not slow" in config.option.markexpr)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collected tests and imported modules live to the end: no later search for garbage walks through them (0.4 s each time)."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Libraries that count their objects when Python ends would call them lost
 
 
 @pytest.hookimpl(wrapper=True)
