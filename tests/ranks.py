@@ -133,6 +133,7 @@ def _module(name: str, file: str) -> ModuleType:
         assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
+        gc.freeze()  # it stays to the end, too: each call ends in a search for garbage
     return sys.modules[name]
 
 
