@@ -114,13 +114,23 @@ def _constants(path: Path) -> dict[str, str]:
 def source_hash(package: Path) -> str:
     """A hash, as 16 hexadecimal digits, of the names and contents of a package's sources, without files of editors."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(package).parts)
-        if path.suffix in _SOURCES and not hidden and path.is_file():
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
-            digest.update(content)
+    for parts, path in sorted(_source_files(str(package))):
+        with open(path, "rb", buffering=0) as file:
+            content = file.read()
+        digest.update(f"{'/'.join(parts)}\0{len(content)}\0".encode())
+        digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def _source_files(package: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(The path below the package, in parts; the whole path) of each source. With pathlib every cell begins 15 ms later."""
+    for folder, folders, files in os.walk(package):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside = tuple(filter(None, folder.removeprefix(package).split(os.sep)))
+        for name in files:
+            path = f"{folder}{os.sep}{name}"
+            if os.path.splitext(name)[1] in _SOURCES and not name.startswith(".") and os.path.isfile(path):
+                yield (*inside, name), path
 
 
 def git_state(package: Path) -> tuple[str | None, bool | None]:
