@@ -110,7 +110,6 @@ def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     ranks = Ranks(rank=rank, world_size=world_size, device=device, group=dist.group.WORLD)
-    gc.collect()
     gc.freeze()
     with suppress(EOFError, KeyboardInterrupt):
         while True:
