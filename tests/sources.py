@@ -1,6 +1,7 @@
 """The modules of the package by name, and the imports of each, read without running it."""
 
 import ast
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -47,9 +48,10 @@ def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def imports(source: str) -> list[Import]:
+@functools.cache
+def imports(source: str) -> tuple[Import, ...]:
     """Every import in the source of a module, at any level."""
-    return list(_imports_under(ast.parse(source), in_function=False, guarded=False))
+    return tuple(_imports_under(ast.parse(source), in_function=False, guarded=False))
 
 
 def _imports_under(node: ast.AST, *, in_function: bool, guarded: bool) -> Iterator[Import]:

@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
@@ -217,7 +218,7 @@ def triton_modules() -> set[str]:
         needing = modules_found
 
 
-def _needs_any(names: set[str], module_imports: list[Import]) -> bool:
+def _needs_any(names: set[str], module_imports: Iterable[Import]) -> bool:
     at_import = [imported.target for imported in module_imports if not imported.in_function and not imported.guarded]
     return any(f"{target}.".startswith(f"{name}.") for target in at_import for name in names)
 

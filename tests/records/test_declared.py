@@ -2,9 +2,8 @@
 
 import ast
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,34 +24,46 @@ OPEN = object()
 """The value with which `changed` removes a column."""
 
 
-def calls_of(*names: str) -> Iterator[tuple[Path, ast.Call]]:
-    """Every call of these functions in the sources."""
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-                yield path, node
+class Call(NamedTuple):
+    path: Path
+    function: str
+    """Its name, or `.NAME` of a method."""
+    keywords: tuple[str, ...]
+    first: object
+    """The first argument where that is a constant, else None."""
 
 
-def test_every_fact_that_our_code_names_is_declared():
+@pytest.fixture(scope="module")
+def calls() -> list[Call]:
+    """Every call by name in the sources."""
+    return [call for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if (call := call_at(path, node))]
+
+
+def call_at(path: Path, node: ast.AST) -> Call | None:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        return None
+    function = node.func.id if isinstance(node.func, ast.Name) else f".{node.func.attr}"
+    first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+    return Call(path, function, tuple(word.arg for word in node.keywords if word.arg), first)
+
+
+def test_every_fact_that_our_code_names_is_declared(calls: list[Call]):
     written = {
-        (word.arg, path.name) for path, call in calls_of("facts_of", "with_facts") for word in call.keywords if word.arg
+        (name, call.path.name)
+        for call in calls
+        if call.function in ("facts_of", "with_facts")
+        for name in call.keywords
     }
     assert len(written) > 80, "the walk finds the calls"
     assert {name for name, _ in written} <= FACTS.keys()
-    read = {
-        node.args[0].value
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fact"
-        if node.args and isinstance(node.args[0], ast.Constant)
-    }
+    read = {call.first for call in calls if call.function == ".fact" and call.first is not None}
     assert len(read) > 40
     assert read <= FACTS.keys()
 
 
-def test_facts_are_made_by_facts_of_alone():
+def test_facts_are_made_by_facts_of_alone(calls: list[Call]):
     """Exceptions: a fact whose unit depends on the cell, and facts that another process sent."""
-    files = {f"{path.parent.name}/{path.name}" for path, _ in calls_of("Fact")}
+    files = {f"{call.path.parent.name}/{call.path.name}" for call in calls if call.function == "Fact"}
     assert files == {"records/facts.py", "step/ceilings.py", "memory/tables.py"}
 
 
