@@ -224,7 +224,8 @@ def _needs_any(names: set[str], module_imports: Iterable[Import]) -> bool:
 
 
 IMPORT_THEM = """
-import importlib, json, sys
+import gc, importlib, json, sys
+gc.disable()  # of imports nothing becomes garbage
 for absent in {absent!r}:
     sys.modules[absent] = None
 failed = {{}}
@@ -237,7 +238,8 @@ print(json.dumps(failed))
 """
 
 WATCH_IMPORTS = """
-import contextlib, importlib, io, json, os, sys, threading
+import contextlib, gc, importlib, io, json, os, sys, threading
+gc.disable()  # of imports nothing becomes garbage
 for name in {third_party!r}:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
