@@ -1,5 +1,6 @@
 """Fixtures for all tests: GPU tests are skipped without a GPU, children receive signals, and Slurm and bad input have fixtures."""
 
+import atexit
 import functools
 import gc
 import os
@@ -66,10 +67,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+        atexit.register(_thaw)
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # Libraries that count their objects when Python ends would call them lost
+def _thaw() -> None:
+    """When Python ends, let it free all objects in one search: a library that counts its own would call them lost."""
+    gc.unfreeze()
+    gc.disable()
 
 
 @pytest.hookimpl(wrapper=True)
