@@ -261,7 +261,7 @@ def _freeze(value: Any) -> Any:
                 raise ValueError(f"the key {name!r} is not a string, but a file would return a string")
         return MappingProxyType({name: _freeze(item) for name, item in value.items()})
     if isinstance(value, list | tuple):
-        return tuple(map(_freeze, value))
+        return tuple(_freeze(item) for item in value)
     return value
 
 
