@@ -42,15 +42,24 @@ def test_the_start_up_file_loads_the_script_once(home: Path, shell: str, start_u
     assert text.count(str((home / SCRIPTS[shell]).parent)) == (2 if shell == "bash" else 1), "in one line"
 
 
+@pytest.fixture(scope="module")
+def bash_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for bash, written once: it takes a second to make."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        assert app.run(["--install-completion", "--shell", "bash"]) == 0
+    return folder / SCRIPTS["bash"]
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 @pytest.mark.parametrize(
     ("words", "completed"),
     [("be", {"bench"}), ("bench --bud", {"--budget-minutes"}), ("co", {"compare", "collectives"})],
 )
-def test_bash_completes_verbs_and_options(home: Path, words: str, completed: set[str]):
-    assert app.run(["--install-completion", "--shell", "bash"]) == 0
+def test_bash_completes_verbs_and_options(bash_script: Path, words: str, completed: set[str]):
     line = f"COMP_WORDS=(trainstep {words}); COMP_CWORD={len(words.split())}; _trainstep; echo ${{COMPREPLY[@]}}"
-    command = ["bash", "--norc", "-c", f'. "{home / SCRIPTS["bash"]}"; {line}']
+    command = ["bash", "--norc", "-c", f'. "{bash_script}"; {line}']
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == completed
 
