@@ -113,6 +113,10 @@ def test_the_measured_gain_is_of_the_explained_step_and_says_whether_the_predict
     assert [capture.held(1.0), block.held(1.0), loop.held(1.0)] == ["yes", "no", ""]
     near = replace(block, candidate=replace(BLOCK, gain=Interval(time_s=0.4, low_s=0.3, high_s=0.46)))
     assert near.held(1.0) == "cannot tell"
+    known = block.step.comparison
+    assert known is not None
+    two_pairs = replace(block.step, comparison=replace(known, low=None, high=None, n=2))
+    assert replace(block, step=two_pairs).held(1.0) == "cannot tell", "without an interval nobody knows"
 
 
 @pytest.mark.parametrize(("cut_off", "slower"), [(("step", "block", "loop"), "loop"), (("block", "loop"), "loop")])

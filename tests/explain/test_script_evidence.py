@@ -376,22 +376,17 @@ def test_on_a_cpu_without_a_spare_core_half_of_what_is_hidden_counts(cores: int,
     assert finding.excess.time_s == pytest.approx(exposed_ms / 1e3)
 
 
-def test_matmuls_in_fp32_on_a_gpu_are_measured_against_16_bits():
-    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [1.0], "time_s": [0.014], "share": [1.0]}
-    table = patterns(pattern=PRECISION, time_s=0.014, least_s=0.0)
-    for precision, gain_s in (("highest", 0.013), ("high", 0.007)):
-        facts = {"inspected_step": 5, "matmul_precision": precision}
-        run = a_run(
-            parts_ms=parts(forward=20.0), tables={"patterns": table, "classes": classes}, facts=facts, device="cuda"
-        )
-        budget = step_budget(script_evidence([run]), None)
-        finding = budget.findings[0]
-        assert finding.cause == "precision"
-        assert finding.gain.time_s == pytest.approx(gain_s)
-        assert budget.as_they_run_s == {"matmul": pytest.approx(0.014 - gain_s)}, "what is found is not told twice"
-
-
-def test_attention_in_fp32_is_the_same_cause_and_taken_from_its_own_kernels():
+@pytest.mark.parametrize(
+    ("gpu", "precision", "share"),
+    [
+        ("NVIDIA H200", "highest", 67 / 990),
+        ("NVIDIA L40S", "highest", 91.6 / 362),
+        ("a new one", "highest", 1 / 15),
+        ("NVIDIA H200", "high", 1 / 2),
+    ],
+)
+def test_work_in_fp32_on_a_gpu_is_measured_against_16_bits_by_the_data_sheet(gpu: str, precision: str, share: float):
+    """Attention comes as near to it as was measured, with TF32 as matmuls do."""
     classes = {
         "phase": ["forward"] * 2, "class": ["matmul", "attention"], "calls": [1.0] * 2, "time_s": [0.014, 0.009],
         "share": [0.6, 0.4],
@@ -400,14 +395,15 @@ def test_attention_in_fp32_is_the_same_cause_and_taken_from_its_own_kernels():
         patterns(pattern=name, time_s=s, least_s=0.0) for name, s in ((PRECISION, 0.014), (FP32_ATTENTION, 0.009))
     ]
     table = {column: [*tables[0][column], *tables[1][column]] for column in tables[0]}
-    facts = {"inspected_step": 5, "matmul_precision": "highest"}
-    run = a_run(
-        parts_ms=parts(forward=25.0), tables={"patterns": table, "classes": classes}, facts=facts, device="cuda"
-    )
+    facts = {"inspected_step": 5, "matmul_precision": precision}
+    tabled = {"patterns": table, "classes": classes}
+    run = a_run(parts_ms=parts(forward=25.0), tables=tabled, facts=facts, device="cuda")
+    run = replace(run, environment=replace(run.environment, gpu=gpu))
+    left_s = {"matmul": 0.014 * share, "attention": 0.009 * share * (1.55 if precision == "highest" else 1.0)}
     budget = step_budget(script_evidence([run]), None)
     assert budget.findings[0].cause == "precision"
-    assert budget.findings[0].excess.time_s == pytest.approx(0.013 + 0.008)
-    assert budget.as_they_run_s == {"matmul": pytest.approx(0.001), "attention": pytest.approx(0.001)}
+    assert budget.findings[0].excess.time_s == pytest.approx(0.023 - sum(left_s.values()))
+    assert budget.as_they_run_s == pytest.approx(left_s), "what is found is not told twice"
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,8 @@ def beside_on_ranks(ranks: Ranks, in_place: bool) -> tuple[list[Tensor], list[in
     sync = BucketedDDP(model, ranks, bucket_mib=300 / 2**20, in_place=in_place)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     update = UpdateInBackward(model, optimizer, sync, by_bucket=True)
-    update._stream = sync.average_stream = cast(Any, object())
+    update._stream = cast(Any, object())
+    sync.call_on_average(update._update_bucket, when="arrived", stream=update._stream)
     kept: list[int] = []
     step_stream = SimpleNamespace(wait_stream=lambda stream: kept.append(len(update._kept)))
     step = TrainStep(model, optimizer, gradient_sync=sync, in_backward=update)
@@ -399,6 +400,14 @@ def beside_on_ranks(ranks: Ranks, in_place: bool) -> tuple[list[Tensor], list[in
             leave_out = (ranks.rank == 0 and number % 3 == 1) or number % 3 == 2
             step([{"tokens": torch.tensor([0, 1, 2, (number + ranks.rank) % 5]), "leave_out": leave_out}])
     return [parameter.detach() for parameter in model.parameters()], kept, len(update._kept)
+
+
+def test_a_stream_is_for_averages_as_they_arrive():
+    sync = BucketedDDP(Odd(), alone(torch.device("cpu")))
+    for when, stream in (("arrived", None), ("all_sent", cast(Any, object()))):
+        with pytest.raises(ValueError, match=f"stream: .* when is '{when}'"):
+            sync.call_on_average(lambda bucket: None, when=cast(Any, when), stream=stream)
+    sync.detach()
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -83,7 +83,8 @@ class SyncConfig:
         TRANSPORTS,
     )
     inbox_mib: int = described(
-        "MiB of each rank's memory for messages that arrive by copies, besides what torch allocates; bucketed gains by 1024",
+        "MiB of each rank's memory for messages that arrive by copies, besides what torch allocates; with 1024 bucketed by_bucket "
+        "was faster on four GPUs, and fsdp in fp32 slower",
         256,
     )
 

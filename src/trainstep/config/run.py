@@ -96,8 +96,8 @@ class RunConfig:
     update: str = described(
         "when parameters are updated; in_backward: a block when its gradients are complete, which are freed, so that all gradients "
         "never exist at once; needs adamw trainstep, no clipping, no accumulation; by_bucket, of sync bucketed: after backward, a "
-        "bucket as soon as its average arrives, while the next is on its way (by copies on GPUs beside backward); needs the same, "
-        "but for accumulation",
+        "bucket as soon as its average arrives, while the next is on its way (with transport copies on GPUs also during backward); "
+        "needs the same, but for accumulation",
         "after_backward",
         UPDATES,
     )

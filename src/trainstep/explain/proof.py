@@ -36,8 +36,14 @@ class Tried:
     candidate: Candidate
     step: Step
 
+    @property
+    def has_interval(self) -> bool:
+        """Whether it was compared in enough pairs."""
+        known = self.step.comparison
+        return known is not None and known.low is not None and known.high is not None
+
     def measured(self, measured_s: float) -> Interval | None:
-        """The gain that was measured, of a step that takes `measured_s`, with the comparison's 99 % interval."""
+        """The measured gain of a step that takes `measured_s`, with the comparison's 99 % interval; of no width without one."""
         known = self.step.comparison
         if known is None or known.ratio is None:
             return None
@@ -49,11 +55,14 @@ class Tried:
     def held(self, measured_s: float) -> str:
         """Whether the predicted interval holds the measured gain.
 
-        `yes` if the gain is inside, `no` if even its whole interval is outside, else `cannot tell`; empty if either is unknown.
+        `yes` if the gain is inside, `no` if even its whole interval is outside, else `cannot tell`, also where the gain has no
+        interval; empty if either is unknown.
         """
         predicted, gain = self.candidate.gain, self.measured(measured_s)
         if predicted is None or gain is None:
             return ""
+        if not self.has_interval:
+            return "cannot tell"
         if predicted.low_s <= gain.time_s <= predicted.high_s:
             return "yes"
         return "no" if gain.high_s < predicted.low_s or gain.low_s > predicted.high_s else "cannot tell"
@@ -61,7 +70,7 @@ class Tried:
 
 @dataclass(kw_only=True)
 class Proof:
-    """The proof so far. `measured_s`: the step as it was explained, of which all gains are."""
+    """The proof so far. `measured_s`: the explained step's time, of which gains are parts."""
 
     start: Options
     measured_s: float
@@ -90,7 +99,7 @@ class Proof:
 
     @property
     def promising(self) -> list[Tried]:
-        """The changes that were faster in each pair for which the budget had room, too few for a verdict, the fastest first.
+        """The changes that were faster in every round that they had, too few for a verdict, the fastest first.
 
         They are measured with those that helped: the comparison of all together has all of its pairs.
         """
@@ -137,5 +146,6 @@ class Proof:
 
 
 def ratio_of(step: Step) -> float:
+    """The step's ratio to the original's; 1 where it was not compared."""
     known = step.comparison
     return known.ratio if known is not None and known.ratio is not None else 1.0

@@ -68,12 +68,10 @@ _MOST_BY_OPS = 1.25
 """The most that ops may show, of the share of multiprocessors that others used."""
 _QUIET = 0.05
 """The share of a step that a machine's own background may take, and of the machine that it may use."""
-_SIXTEEN = {
-    PRECISION: {"highest": 1 / 14, "high": 1 / 2, "medium": 1 / 2},
-    FP32_ATTENTION: {"highest": 1 / 9, "high": 1 / 2, "medium": 1 / 2},
-}
-"""Pattern -> torch's precision of fp32 matmuls -> time of the same in 16 bits. Data sheets have 1/16 and 1/2; two GPTs on an H200
-took 1/14.9 and 1/15.0 for their matmuls, and 1/9.5 for their attention (docs/log.md, 2026-11-27)."""
+_OF_PEAKS = {PRECISION: 1.0, FP32_ATTENTION: 1.55}
+"""Pattern -> its time in 16 bits over what the peaks of fp32 and 16 bits say. Two GPTs on an H200, whose data sheet has 1/14.8,
+took 1/14.9 and 1/15.0 of their matmuls' time in fp32, and 1/9.5 of their attention's (docs/log.md, 2026-11-27)."""
+_PEAKS_OF_UNKNOWN, _OF_TF32 = 1 / 15, 1 / 2
 _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s1688gemm")
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
 _STAGED_S = 2e-5
@@ -295,7 +293,7 @@ def habits_of(
 
 
 def _habits(inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
-    """A habit for each cause, the median of the steps."""
+    """A habit for each cause and group of kernels, the median of the steps."""
     seen: dict[tuple[str, str], list[Habit]] = {}
     if not on_device:  # [Note: times of habits]
         quickest = sorted(inspected, key=lambda record: record.fact("profiled_step_s") or 0.0)
@@ -322,14 +320,13 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
     excess_s: dict[str, float] = {}
     gap_s: dict[str, float] = {}
     words: dict[str, str] = {}
-    precision = matmul_precision(record) or "high"
     for row in rows_of(record.tables.get("patterns")):
         pattern = row["pattern"]
         if pattern not in _CAUSES:
             continue
         time_s, least_s = row["time_s"], row["least_s"]
-        if pattern in _SIXTEEN:
-            least_s = _SIXTEEN[pattern].get(precision, 1 / 2) * time_s
+        if pattern in _OF_PEAKS:
+            least_s = _share_in_16_bits(record, pattern) * time_s
         if not on_device:
             time_s, scale = _unprofiled(row, samples.get(row["phase"]))
             # The profiler only lengthens a step: one that is shorter than usual had less to do, also the other way
@@ -341,6 +338,15 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
         cause, group = _CAUSES[pattern]
         gap = gap_s[pattern] if on_device else 0.0
         yield Habit(cause=cause, excess_s=max(0.0, time_s), gap_s=gap, what=words[pattern], group=group)
+
+
+def _share_in_16_bits(record: Record, pattern: str) -> float:
+    """The time of fp32 work in 16 bits over its time now, with TF32 if torch may take it, by the GPU's data sheet."""
+    if (matmul_precision(record) or "high") != "highest":
+        return _OF_TF32
+    spec = machine_spec(record.environment.gpu)
+    peaks = spec.peak_flops["fp32"] / spec.peak_flops["bf16"] if spec else _PEAKS_OF_UNKNOWN
+    return min(1.0, peaks * _OF_PEAKS[pattern])
 
 
 def _unprofiled(row: Mapping[str, Any], usual: Sequence[float] | None) -> tuple[float, float]:

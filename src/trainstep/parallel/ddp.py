@@ -26,6 +26,7 @@ What calls `_send` during backward stands in gradient_sync.py: autograd runs a `
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,9 @@ from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients
 from trainstep.parallel.launch_order import LaunchOrder, Usage
 from trainstep.parallel.ranks import Ranks
+
+OnAverage = Literal["next_sent", "all_sent", "arrived"]
+"""When BucketedDDP tells that a bucket's average has arrived."""
 
 # One message per gradient.
 
@@ -268,35 +272,54 @@ class BucketedDDP(_MessagePerBucket):
         )
         self._make_buckets("bucket", plan, reduce_dtype, keeps_gradient_dtype, in_place)
         self._order = LaunchOrder(self._plan)
-        self.on_average: Callable[[Bucket | BucketInPlace], None] | None = None
-        """If set, called for each bucket as soon as its average has arrived (training/update_in_backward.py). It may use up the
-        gradients and `release` the bucket."""
-        self.averages_in_backward = True
-        """Whether `on_average` is called once the next bucket is sent, usually during backward, and not for the last bucket.
-        Otherwise it is called for all buckets when all are sent, in `finish_gradient_synchronization`."""
-        self.average_stream: torch.cuda.Stream | None = None
-        """If set, averages arrive on this stream, and `on_average` is called on it, as soon as a bucket is sent: what it does waits
-        for that bucket's message and for nothing else. Whoever sets it lets the step wait for the stream, and keeps the gradients
-        until then."""
         self.sends_by_copies = transport is not None
+        self._on_average: Callable[[Bucket | BucketInPlace], None] | None = None
+        self._when: OnAverage = "next_sent"
+        self._average_stream: torch.cuda.Stream | None = None
         self._in_flight: Bucket | BucketInPlace | None = None
+
+    def call_on_average(
+        self,
+        call: Callable[[Bucket | BucketInPlace], None],
+        *,
+        when: OnAverage,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Call this for each bucket whose average has arrived (training/update_in_backward.py).
+
+        It may use up the gradients and `release` the bucket. `when`:
+
+            next_sent   once the next bucket is sent, usually during backward; not for the last bucket
+            all_sent    for all buckets when all are sent, in `finish_gradient_synchronization`
+            arrived     as soon as a bucket is sent, on `stream`, which waits for that bucket's message and for nothing else;
+                        whoever gives it lets the step wait for the stream, and keeps the gradients until then
+
+        ValueError for `arrived` without a stream, and for a stream without `arrived`.
+        """
+        if (when == "arrived") != (stream is not None):
+            raise ValueError(
+                f"stream: is where averages arrive with when='arrived', and needed there; when is {when!r}"
+            )
+        self._on_average, self._when, self._average_stream = call, when, stream
 
     def _send(self, message_index: int) -> None:
         super()._send(message_index)
-        if self.on_average is not None and self.average_stream is not None:
-            with torch.cuda.stream(self.average_stream), torch.no_grad():
+        if self._on_average is None:
+            return
+        if self._when == "arrived":
+            with torch.cuda.stream(self._average_stream), torch.no_grad():
                 self.buckets[message_index].receive()
-                self.on_average(self.buckets[message_index])
-        elif self.on_average is not None and self.averages_in_backward:
+                self._on_average(self.buckets[message_index])
+        elif self._when == "next_sent":
             before, self._in_flight = self._in_flight, self.buckets[message_index]
             if before is not None:
                 with torch.no_grad():
                     before.receive()
-                self.on_average(before)
+                self._on_average(before)
 
     def _finish(self) -> None:
-        if self.average_stream is None and (self.on_average is None or not self.averages_in_backward):
-            self._finish_buckets(self._order.rest(), self.on_average)
+        if self._on_average is None or self._when == "all_sent":
+            self._finish_buckets(self._order.rest(), self._on_average)
             return
         for message_index in self._order.rest():
             self._send(message_index)

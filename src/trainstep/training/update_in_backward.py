@@ -8,10 +8,10 @@
 Parameters around the blocks are updated one by one, so that the head's gradient does not wait for the embedding's. Under
 BucketedDDP a bucket takes the place of a block: it is updated when the next bucket has been sent and its own average has arrived.
 
-With `by_bucket` updates begin when backward is over and all buckets are sent: a bucket is updated as soon as its average arrives,
-while later buckets are on their way. Backward then never waits for a message, and what its messages leave exposed is hidden behind
-the update; but all gradients exist at once. On GPUs whose messages go by copies a bucket is updated on a stream of its own, which
-waits for that bucket's message alone, so maybe beside backward. (Behind messages by NCCL the same is slower; docs/decisions/0036.)
+With `by_bucket` backward never waits for a message, what messages leave exposed is hidden behind the update, and all gradients
+exist at once. By NCCL and gloo updates begin when all buckets are sent: each as soon as its average arrives, while later buckets
+are on their way. By copies on GPUs a bucket is updated on a stream of its own, which waits for that bucket's message alone, so
+usually during backward. (By NCCL that is slower; docs/decisions/0036-copies-in-step.md.)
 
 [Note: when a parameter may change] A parameter's gradient is complete once all of its uses have been differentiated, so nothing in
 the graph needs its old value any more. What uses a parameter without a gradient (`weight.detach()`) may still need it; autograd
@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +42,21 @@ class InBuckets(Protocol):
     """A strategy that tells when a bucket's average has arrived: BucketedDDP, which a step of one process need not import."""
 
     buckets: Sequence[Bucket | BucketInPlace]
-    on_average: Callable[[Bucket | BucketInPlace], None] | None
-    averages_in_backward: bool
-    average_stream: torch.cuda.Stream | None
     sends_by_copies: bool
+
+    def call_on_average(
+        self,
+        call: Callable[[Bucket | BucketInPlace], None],
+        *,
+        when: Literal["next_sent", "all_sent", "arrived"],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None: ...
 
 
 class UpdateInBackward:
     """Steps `optimizer` part by part during backward. For one backward a step, without clipping and loss scaling.
 
-    `by_bucket`: steps after backward, bucket by bucket, each while later buckets are on their way; micro-batches may add up before.
+    `by_bucket`: steps bucket by bucket, as averages arrive (see above); micro-batches may add up before.
 
     ValueError for an optimizer that cannot step with a part of its parameters (AdamW and MasterWeights can), and for a `sync` other
     than BucketedDDP, which `by_bucket` needs. RuntimeError in a backward that completes a gradient twice, as torch's reentrant
@@ -90,11 +95,12 @@ class UpdateInBackward:
         """For each unit the parameters whose gradients have not come in this backward."""
         if isinstance(sync, InBuckets):
             self._buckets = sync.buckets
-            sync.on_average = self._update_bucket
-            sync.averages_in_backward = not by_bucket
             device = next(module.parameters()).device
             if by_bucket and sync.sends_by_copies and device.type == "cuda":
-                self._stream = sync.average_stream = torch.cuda.Stream(device)
+                self._stream = torch.cuda.Stream(device)
+                sync.call_on_average(self._update_bucket, when="arrived", stream=self._stream)
+            else:
+                sync.call_on_average(self._update_bucket, when="all_sent" if by_bucket else "next_sent")
             self._release_buckets()
             return
         for plan in plan_units(module):

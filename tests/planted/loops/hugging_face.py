@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from model import Sizes
 from options import options
-from plants import TINY_BUCKET_MB, Fragments, Samples, activation, optimizer
+from plants import TINY_BUCKET_MB, Samples, TooLarge, activation, optimizer
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, masking_utils
 
 asked = options()
 if not asked.plain:  # a clean loop waits for nothing, and this check reads a value of each batch
+    assert hasattr(masking_utils, "find_packed_sequence_indices"), "Transformers has another name for it"
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 plants, device = asked.plants, asked.device
 sizes = Sizes.of(device, plain=asked.plain)
-fragments = Fragments(device) if "fragmenting" in plants else None
+too_large = TooLarge(device) if "fragmenting" in plants else None
 
 
 class WithFeatures(torch.nn.Module):
@@ -33,12 +34,12 @@ class WithFeatures(torch.nn.Module):
         return self.model(inputs_embeds=embedded, labels=labels)
 
 
-class Losses(TrainerCallback):  # type: ignore[misc]
-    """Grows the buffer, if planted."""
+class AsksForMemory(TrainerCallback):  # type: ignore[misc]
+    """Asks for the buffer that does not fit, if planted."""
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if fragments is not None:
-            fragments.grow()
+        if too_large is not None:
+            too_large.ask()
 
 
 class ReadingTrainer(Trainer):  # type: ignore[misc]
@@ -98,7 +99,7 @@ with tempfile.TemporaryDirectory() as folder:
         train_dataset=Samples(
             plants, context=sizes.context, vocabulary=sizes.vocabulary, features=sizes.features, batch=sizes.batch
         ),
-        callbacks=[Losses()],
+        callbacks=[AsksForMemory()],
         optimizers=(None if asked.plain else optimizer(model.parameters(), plants), None),
     )
     trainer.train()

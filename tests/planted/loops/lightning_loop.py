@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from model import GPT, Sizes
 from options import options
-from plants import TINY_BUCKET_MB, Fragments, Samples, optimizer
+from plants import TINY_BUCKET_MB, Samples, TooLarge, optimizer
 
 asked = options()
 plants, device = asked.plants, asked.device
@@ -28,14 +28,14 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         if asked.compile:
             self.model.compile()
         self.losses: list[float] = []
-        self.fragments = Fragments(device) if "fragmenting" in plants else None
+        self.too_large = TooLarge(device) if "fragmenting" in plants else None
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss: torch.Tensor = self.model(**batch)
         if "item" in plants:
             self.losses.append(loss.item())
-        if self.fragments is not None:
-            self.fragments.grow()
+        if self.too_large is not None:
+            self.too_large.ask()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

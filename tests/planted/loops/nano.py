@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from model import GPT, Sizes
 from options import options
-from plants import TINY_BUCKET_MB, Fragments, Samples, optimizer
+from plants import TINY_BUCKET_MB, Samples, TooLarge, optimizer
 
 asked = options()
 plants, device = asked.plants, asked.device
@@ -31,7 +31,7 @@ samples = Samples(
 )
 loader = torch.utils.data.DataLoader(samples, batch_size=sizes.batch, **asked.loader)
 half = torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and "fp32" not in plants)
-fragments = Fragments(device) if "fragmenting" in plants else None
+too_large = TooLarge(device) if "fragmenting" in plants else None
 losses: list[float] = []
 batches = iter(loader)
 total = torch.zeros((), device=device)
@@ -46,8 +46,8 @@ for _ in range(asked.steps):
         total += loss.detach()
     if "item" in plants:
         losses.append(loss.item())
-    if fragments is not None:
-        fragments.grow()
+    if too_large is not None:
+        too_large.ask()
     updates.step()
     updates.zero_grad()
 print(f"mean loss {total.item() / asked.steps:.4f}")

@@ -3,7 +3,7 @@
     plants = planted(["eager_attention", "slow_loader"])      # a frozenset; ValueError for an unknown name
     activation(plants), optimizer(parameters, plants, device), Samples(plants, device)
 
-A loop asks `name in plants` where the mistake is made. Without any it is the clean loop: what a careful author would write.
+A loop asks `name in plants` where the mistake is made. Without any it is the clean loop, which waits for nothing.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ PLANTS = {
     "recompile": Plant("torch.compile with an argument that changes every fifth step", ("recompiles",)),
     "tiny_buckets": Plant("DDP with buckets of 2 kB", ("exposed_messages",), ranks=2),
     "accumulation_sync": Plant("gradients are sent after each of four micro-batches", ("accumulation_sync",), ranks=2),
-    "fragmenting": Plant("a buffer that grows in each step, near the end of memory", ("allocator",), gpu=True),
+    "fragmenting": Plant("a buffer for which there is no room, asked for in each step", ("allocator",), gpu=True),
     "second_process": Plant("another process computes on the same device", ("another_process",)),
 }
 """Name -> what it is. tests/planted/planted.py runs them all."""
@@ -118,21 +118,20 @@ def optimizer(
     return torch.optim.AdamW(parameters, lr=3e-4, **how)
 
 
-class Fragments:
-    """A buffer for which there is no room: the allocator gives back all that it has cached before it refuses, and so asks the
-    driver for everything again, in every step. The loop goes on without it, as loops do that try a larger batch first.
+class TooLarge:
+    """Asks for more than the GPU has. Before it refuses, the allocator gives back all that it has cached, so that the next step
+    asks the driver for everything again. The loop goes on without it, as loops do that try a larger batch first.
 
-    (One that fits would stay in the cache, and others would be cut out of it.)
+    (A buffer that fits would stay in the cache, and others would be cut out of it.)
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
 
-    def grow(self) -> None:
-        """Ask for the step's buffer."""
-        total = torch.cuda.get_device_properties(0).total_memory
+    def ask(self) -> None:
+        total_bytes = torch.cuda.get_device_properties(self._device).total_memory
         with contextlib.suppress(torch.OutOfMemoryError):
-            torch.empty(total, dtype=torch.uint8, device=self._device)
+            torch.empty(total_bytes, dtype=torch.uint8, device=self._device)
 
 
 def start_other_process(device: str) -> None:

@@ -72,10 +72,16 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
         for line in _before_words(one, command, f"{steps} steps{' or more' if lab.may_share else ''}", str(store.path)):
             tell(line, how)
         proof, _ = _measured(one, lab, request, how)
-        joined = [tried.candidate.fields for tried in proof.promising] if proof.together is not None else []
-        names = [text_of_changes(lab.changes({**proof.start, **fields})) for fields in joined]
-        proof.untried += [name for name in lab.cut_off if name not in names]
+        proof.untried += _unfinished(proof, lab)
     return _show(one, proof, lab, how)
+
+
+def _unfinished(proof: Proof, lab: ScriptLab) -> list[str]:
+    """The changes that the budget cut off, without those in the comparison of all together, which need no rounds of their own."""
+    together = {} if proof.together is None else proof.together.candidate.fields
+    joined = [tried.candidate.fields for tried in proof.promising if tried.candidate.fields.items() <= together.items()]
+    names = [text_of_changes(lab.changes({**proof.start, **fields})) for fields in joined]
+    return [name for name in lab.cut_off if name not in names]
 
 
 def _check(request: Request) -> None:

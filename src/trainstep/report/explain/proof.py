@@ -146,7 +146,7 @@ def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
         "cause_words": CAUSES[candidate.cause].title if candidate.cause and not is_whole else None,
         "page": page_of(candidate.cause) if candidate.cause and not is_whole else None,
         **_ends("predicted_gain", candidate.gain),
-        **_ends("measured_gain", gain),
+        **_ends("measured_gain", gain, has_interval=tried.has_interval),
         "held": tried.held(proof.measured_s) or None,
         **step_fields(step),
         "losses_apart": step.apart,
@@ -157,11 +157,12 @@ def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
     }
 
 
-def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
+def _ends(name: str, interval: Interval | None, *, has_interval: bool = True) -> dict[str, float | None]:
+    ends = interval if has_interval else None
     return {
         f"{name}_s": interval.time_s if interval else None,
-        f"{name}_low_s": interval.low_s if interval else None,
-        f"{name}_high_s": interval.high_s if interval else None,
+        f"{name}_low_s": ends.low_s if ends else None,
+        f"{name}_high_s": ends.high_s if ends else None,
     }
 
 

@@ -45,6 +45,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
         sentences.append(
             "With update in_backward the time of backward holds the updates that run in it; optimizer is what is left of them."
         )
+    beside = {"update": "by_bucket", "transport": "copies", "device": "cuda"}
+    if any(all(row.record.config.get(name) == value for name, value in beside.items()) for row in timed):
+        sentences.append(
+            "With update by_bucket and transport copies buckets are updated beside backward; what is left of messages and updates "
+            "then is optimizer."
+        )
     sentences += _peak_memory(rows)
     reasons = dict.fromkeys(row.record.fact("capture_left_out") for row in rows)
     sentences += [f"Not in a graph: {one_line(str(reason))}." for reason in reasons if reason is not None]

@@ -1,4 +1,4 @@
-"""Attention that writes its scores to memory, and attention that is given a mask where `is_causal=True` would do.
+"""Attention that writes its scores to memory, is given a mask where `is_causal=True` would do, or is in fp32.
 
 written out  scores = a batched matmul, then a softmax over its last dimension: all other ops on tensors of that shape go through
              memory, which a fused attention does not do, as do copies of its factors into the order that a batched matmul takes. At

@@ -108,7 +108,7 @@ def test_a_change_that_is_not_faster_twice_is_given_up(tmp_path: Path):
     comparison = lab.compare({}, {"workers": "3"}, 0)
     assert len(lab.started) == 4
     assert (comparison.verdict, comparison.low) == ("cannot tell", None)
-    assert "not faster in the first 2 pairs" in comparison.reason
+    assert "not 2 % faster in either of the first 2 pairs" in comparison.reason
 
 
 def test_windows_of_shared_processes_follow_smaller_gains(tmp_path: Path):
@@ -165,7 +165,7 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
     count = len(lab.started)
     compared = lab.compare({}, {"workers": "2"}, 0)
     assert (compared.verdict, compared.reason[-13:]) == ("faster", "over 6 rounds")
-    assert "not faster in the first 2 pairs" in lab.compare({}, {"workers": "3"}, 0).reason
+    assert "not 1 % faster in either of the first 2 pairs" in lab.compare({}, {"workers": "3"}, 0).reason
     assert lab.trial({"gc": "off"}, 0).failure_kind == "crash"
     assert len(lab.started) == count, "nothing was measured again"
     lab.compare({}, {"workers": "2"}, 1)
@@ -401,7 +401,7 @@ def test_a_budget_that_is_spent_starts_no_round_and_keeps_what_was_decided(tmp_p
     later = FakeLab(tmp_path, steady, budget_minutes=0.001)
     later._began_s -= 60
     later.measure_in_rounds([{"workers": "3"}])
-    assert "not faster in the first 2 pairs" in later.compare({}, {"workers": "3"}, 0).reason
+    assert "not 1 % faster in either of the first 2 pairs" in later.compare({}, {"workers": "3"}, 0).reason
     assert (later.cut_off, later.started) == ([], [])
 
 

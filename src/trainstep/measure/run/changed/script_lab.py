@@ -42,7 +42,7 @@ _TRIED_PAIRS = 2
 _LEAST_GAIN, _LEAST_GAIN_SHARED = 0.02, 0.01
 """Of processes with one window, and of those with several. [Note: futility]"""
 _ORIGINAL = "the original"
-_FUTILE = f"not faster in the first {_TRIED_PAIRS} pairs, so it was not compared further"
+_FUTILE = "not {least:.0f} % faster in either of the first {pairs} pairs, so it was not compared further"
 
 
 class ScriptLab(ScriptProcesses):
@@ -88,8 +88,7 @@ class ScriptLab(ScriptProcesses):
                 left = [options for options in left if not self._given_up(options)]
             to_come = self._coming(left, pair)
             has_room = self._affordable(left, to_come)
-            decides_together = self._may_join(left) and not self._is_spent(self.comparison_s({}))
-            if pair >= _TRIED_PAIRS and len(has_room) < len(left) and decides_together:
+            if pair >= _TRIED_PAIRS and len(has_room) < len(left) and self._can_end_together(left):
                 break  # [Note: the budget]
             left = has_room
             if not left:
@@ -181,8 +180,8 @@ class ScriptLab(ScriptProcesses):
         ratios = self._ratios(options)[:_TRIED_PAIRS]
         if len(ratios) < _TRIED_PAIRS:
             return ""
-        if self._none_gains(ratios):
-            return _FUTILE
+        if self._is_futile(ratios, self._least_gain):
+            return _FUTILE.format(least=100 * self._least_gain, pairs=_TRIED_PAIRS)
         sizes = [each for each in self._in_rounds.values() if self.changes(each).keys() == {"batch_size"}]
         for rival in sizes if options in sizes else ():
             others = self._ratios(rival)[:_TRIED_PAIRS]
@@ -203,13 +202,21 @@ class ScriptLab(ScriptProcesses):
             best.pop()
         return [options for options in left if options in best]
 
+    def _can_end_together(self, left: Sequence[Options]) -> bool:
+        """Whether two of these may help, and there is time to compare them together."""
+        return self._may_join(left) and not self._is_spent(self.comparison_s({}))
+
     def _may_join(self, left: Sequence[Options]) -> bool:
         """Whether two of these, not two values of one change, may help, so that they are compared together in the end."""
-        helping = (options for options in left if not (ratios := self._ratios(options)) or not self._none_gains(ratios))
+        helping = (options for options in left if not self._is_futile(self._ratios(options), self._least_gain))
         return len({frozenset(self.changes(options)) for options in helping}) > 1
 
-    def _none_gains(self, ratios: Sequence[float]) -> bool:
-        return min(ratios) > 1 / (1 + (_LEAST_GAIN_SHARED if self.may_share else _LEAST_GAIN))
+    @property
+    def _least_gain(self) -> float:
+        return _LEAST_GAIN_SHARED if self.may_share else _LEAST_GAIN
+
+    def _is_futile(self, ratios: Sequence[float], least: float) -> bool:
+        return min(ratios, default=0.0) > 1 / (1 + least)
 
     def _ratio_words(self, left: Sequence[Options], pair: int) -> str:
         known = [(options, self._ratios(options)) for options in left]
@@ -274,8 +281,8 @@ class ScriptLab(ScriptProcesses):
                 ratios.append(times_s[1][-1] / times_s[0][-1])
                 if left:
                     self._say(f"{name}: pair {len(ratios)} of {self._pairs}: {ratios[-1]:.3f} of the original's time")
-            if tried and len(ratios) == _TRIED_PAIRS and min(ratios) > 1 / (1 + _LEAST_GAIN):
-                return _ended(_FUTILE, ratios)
+            if tried and len(ratios) == _TRIED_PAIRS and self._is_futile(ratios, _LEAST_GAIN):
+                return _ended(_FUTILE.format(least=100 * _LEAST_GAIN, pairs=_TRIED_PAIRS), ratios)
         a, b = (Samples(unit="s", values=tuple(values)) for values in times_s)
         comparison = compare_samples(a, b, process_steps=(1, 1))
         reason = comparison.reason.replace("pairs of processes", "rounds") if in_rounds else comparison.reason

@@ -122,9 +122,8 @@ class ScriptProcesses:
         """About how many seconds another window of these options takes; a larger batch takes longer."""
         if known := self._turns_of.get(self.key_of(options)):
             return median(known)
-        return (median(self._turns_s) if self._turns_s else _TURN_SHARE * self.trial_s({})) * max(
-            1.0, self._work(options)
-        )
+        usual_s = median(self._turns_s) if self._turns_s else _TURN_SHARE * self.trial_s({})
+        return usual_s * max(1.0, self._work(options))
 
     def _note_time(self, record: Record) -> None:
         if record.samples and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
