@@ -202,6 +202,46 @@ def test_a_far_slower_trial_is_not_compared():
     assert "took 3 times the best's" in step.reason
 
 
+def attentions(lab: Lab, **alone_s: float) -> list[Change]:
+    """A row for each attention, whose trial takes so long alone."""
+    lab.trials |= {name: Trial(losses=LOSSES, step_s=time_s) for name, time_s in alone_s.items()}
+    return [Change(options={"attention": name}) for name in alone_s]
+
+
+def test_of_values_of_one_option_the_fastest_alone_is_compared_and_none_that_was_clearly_slower():
+    lab = Lab({"flash": 0.8, "flex": 0.7})
+    result = lab.run(*attentions(lab, sdpa=1.0, flex=0.97, flash=0.8, cudnn=0.82), CAPTURE)
+    compared = [
+        {name: value for name, value in after.items() if START.get(name) != value} for _, after, _ in lab.compared
+    ]
+    assert compared[:3] == [{"attention": "flash"}, {"attention": "cudnn"}, {"attention": "flash", "capture": "auto"}]
+    assert [(step.change, step.word) for step in result.steps[2:4]] == [
+        ("attention flex", "slower"),
+        ("attention sdpa", "slower"),
+    ]
+    assert result.steps[2].reason == "alone it takes 1.21 times as long as attention flash, which was compared"
+    assert result.steps[2].alone_s == 0.97
+    assert result.chosen == {**START, "attention": "flash"}
+    assert len([options for options in lab.tried if "attention" in options and "capture" not in options]) == 4, (
+        "once each"
+    )
+
+
+def test_a_value_that_fails_is_told_first_and_hides_no_other():
+    lab = Lab({"flash": 0.8})
+    rows = attentions(lab, flash=0.8, flex=0.9)
+    lab.trials["flex"] = Trial(failure_kind="crash", message="no triton")
+    result = lab.run(*rows)
+    assert [(step.change, step.kept) for step in result.steps] == [("attention flex", False), ("attention flash", True)]
+
+
+def test_a_budget_without_room_for_all_trials_of_an_option_compares_those_that_ran():
+    lab = Lab({"flash": 0.8, "flex": 0.8}, budget=3)
+    result = lab.run(*attentions(lab, flash=0.9, flex=0.8))
+    assert [step.change for step in result.kept] == ["attention flash"]
+    assert result.untried == ["attention flex"]
+
+
 def test_a_start_whose_losses_do_not_repeat_ends_the_search():
     lab = Lab({"auto": 0.5})
     lab.repeated = (2.1, 1.9, 1.8)

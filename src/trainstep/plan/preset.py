@@ -5,8 +5,14 @@
 A new value to try is one row of `CHANGES`. A row costs a trial first: one process, which shows that the options run, that their
 losses are right, and that they are not far slower. Only then are several processes interleaved with the best so far, and the change
 is kept if the comparison calls it faster (docs/decisions/0021-presets-by-greedy-search.md).
+
+[Note: values of one option] Of rows that follow each other and set the same option all have their trials first. The fastest is
+compared first, and one that took clearly longer alone is not compared: of six attentions at most one is taken, and a comparison
+takes as long as six trials.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +25,7 @@ from trainstep.plan.trials import (
     KeyFunction,
     Options,
     Step,
+    Trial,
     TrialFunction,
     Trials,
     name_of,
@@ -76,6 +83,10 @@ _BEFORE_PRECISIONS = "capture"
 its kernels gain. They come before all else, because they decide which attentions can run."""
 
 
+_CLEARLY = 1.03
+"""By how much the fastest steps of two trials differ that no noise explains. [Note: values of one option]"""
+
+
 def changes_within(
     precisions: Sequence[str], *, built_in: bool, is_installed: Callable[[str], bool] = lambda package: True
 ) -> list[Change]:
@@ -127,6 +138,9 @@ class _Search(Trials):
         self._best_s: float | None = None
         self._keys: dict[str, str] = {}
         """Key -> the change that led to it."""
+        self._trials: dict[tuple[str, int], Trial] = {}
+        self._compared_of: tuple[frozenset[str], str, float] | None = None
+        """Of values of one option: its name, the first value that was compared, and that one's time alone."""
 
     def run(self, changes: Sequence[Change]) -> Result:
         result = self.result
@@ -136,6 +150,7 @@ class _Search(Trials):
             if result.trouble:
                 return result
             while rows:
+                self._fastest_first(rows)
                 if (step := self._step(rows[0])) is not None:
                     result.steps.append(step)
                 rows.pop(0)
@@ -175,6 +190,43 @@ class _Search(Trials):
         if not result.trouble:
             result.start_s = self._best_s = tried.step_s
 
+    def measured(self, options: Options, repeat: int = 0) -> Trial:
+        """The trial, once."""
+        key = self.key_of(options), repeat
+        if key not in self._trials:
+            self._trials[key] = super().measured(options, repeat)
+        return self._trials[key]
+
+    def _fastest_first(self, rows: list[Change]) -> None:
+        """Run the trials of the first rows, if they are values of one option, and order them. [Note: values of one option]"""
+        option = frozenset(rows[0].options)
+        alike = [*itertools.takewhile(lambda row: frozenset(row.options) == option and row.when == rows[0].when, rows)]
+        if len(alike) < 2 or (self._compared_of and self._compared_of[0] == option):
+            return
+        rows[: len(alike)] = sorted(alike, key=self._alone_s)
+
+    def _alone_s(self, change: Change) -> float:
+        """The fastest step of its trial; 0 where it is not tried or fails, infinite where the budget has no room for it."""
+        if not self._applies(change):
+            return 0.0
+        options, _, why = self._options_of(change)
+        if why or self.key_of(options) in (self.key_of(self.result.best), *self._keys):
+            return 0.0
+        try:
+            return self.measured(options).step_s or 0.0
+        except BudgetSpent:
+            return math.inf
+
+    def _why_slower(self, change: Change, options: Options) -> str:
+        """Why a value need not be compared: another one of its option was clearly faster alone; empty if it need."""
+        if self._compared_of is None or self._compared_of[0] != frozenset(change.options):
+            return ""
+        _, name, fastest_s = self._compared_of
+        alone_s = self.measured(options).step_s
+        if alone_s is None or alone_s <= _CLEARLY * fastest_s:
+            return ""
+        return f"alone it takes {alone_s / fastest_s:.3g} times as long as {name}, which was compared"
+
     def _step(self, change: Change) -> Step | None:
         """Try one change; None if its condition does not hold, so that there is nothing to say about it."""
         if not self._applies(change):
@@ -187,8 +239,14 @@ class _Search(Trials):
             return Step(change=name, reason="is so already")
         if key in self._keys:
             return Step(change=name, reason=f"these are the options of {self._keys[key]}, which was tried")
+        if why := self._why_slower(change, options):
+            self._keys[key] = name
+            return Step(change=name, word="slower", reason=why, alone_s=self.measured(options).step_s)
         step, tried = self.attempt(name, self.result.best, options, fastest_s=self._best_s)
         self._keys[key] = name
+        option = frozenset(change.options)
+        if step.comparison is not None and tried.step_s and (not self._compared_of or self._compared_of[0] != option):
+            self._compared_of = option, name, tried.step_s
         if step.kept:
             self.result.best, self._best_s = options, tried.step_s
             if precision_of(options) != self.reference.precision:
