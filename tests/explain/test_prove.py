@@ -8,13 +8,13 @@ import pytest
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.parsing import build_config, build_run, to_plain
 from trainstep.explain.budget import Budget, Finding
-from trainstep.explain.proof import TOGETHER, Candidate, Proof
+from trainstep.explain.proof import TOGETHER, Candidate, Proof, Tried
 from trainstep.explain.prove import candidates, predictor, prove, start_of
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import shipped
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import step_time
-from trainstep.plan.trials import Options, Trial, calm_steps
+from trainstep.plan.trials import Options, Step, Trial, calm_steps
 from trainstep.records.compare import Comparison
 
 START = {"model": "tiny", "batch_size": 4}
@@ -133,6 +133,55 @@ def test_what_was_faster_until_the_budget_ended_it_is_measured_together_with_wha
     lab.together = 1.3
     slow = lab.run(CAPTURE, BLOCK, LOOP)
     assert not slow.takes_all
+
+
+def cut_off_lab(speeds: dict[Any, float], together: float | None, **again: float) -> Lab:
+    lab = Lab(speeds, together=together, again=again)
+    lab.cut_off = ("step", "block", "loop")
+    return lab
+
+
+def test_where_all_together_are_not_faster_what_seemed_so_is_compared_alone():
+    lab = cut_off_lab({"step": 0.8, "block": 0.7}, 1.3, block=1.0)
+    proof = lab.run(CAPTURE, BLOCK)
+    assert lab.compared[-2:] == [({"compile": "block"}, 1), ({"capture": "step"}, 1)]
+    assert proof.best is not None
+    assert proof.best.candidate is CAPTURE, "the first one that a comparison with all of its pairs confirms"
+    lab = cut_off_lab({"step": 0.8, "block": 0.7}, 1.3, block=1.0, step=1.0)
+    assert lab.run(CAPTURE, BLOCK).best is None
+    # The start twice, two trials and comparisons, the trial of both, and at last their comparison
+    for budget, untried in ((7, "all changes that helped, together"), (8, "compile block, a second time")):
+        lab = cut_off_lab({"step": 0.8, "block": 0.7}, 1.3)
+        lab.budget = budget
+        assert lab.run(CAPTURE, BLOCK).untried == [untried]
+
+
+def test_what_seemed_clearly_faster_alone_than_all_together_is_compared_a_second_time():
+    lab = cut_off_lab({"step": 0.5, "block": 0.9}, 0.9)
+    proof = lab.run(CAPTURE, BLOCK)
+    assert not proof.takes_all
+    assert proof.chosen == {**START, "capture": "step"}
+    lab = cut_off_lab({"step": 0.5, "block": 0.9}, 0.9, step=1.0, block=1.0)
+    assert lab.run(CAPTURE, BLOCK).chosen == {**START, "capture": "step", "compile": "block"}, (
+        "all together are confirmed"
+    )
+
+
+def test_one_pair_is_not_promising_and_a_small_gain_that_is_sure_joins():
+    single = replace(CAPTURE, fields={"capture": "step"})
+    known = Comparison(verdict="cannot tell", reason="", ratio=0.9, each=(0.9,), n=1, is_cut_off=True)
+    small = Comparison(verdict="cannot tell", reason="", ratio=0.985, low=0.98, high=0.99, n=6, within=0.02)
+    proofs = [Proof(start=START, measured_s=1.0) for _ in range(2)]
+    for proof, comparison in zip(proofs, (known, small), strict=True):
+        proof.singles.append(Tried(candidate=single, step=Step(change="c", comparison=comparison)))
+    assert [len(proof.promising) for proof in proofs] == [0, 1]
+
+
+def test_of_two_values_that_seem_faster_one_joins_and_the_reason_says_no_more_than_is_known():
+    for budget, left_out in ((99, [("adamw loop", "adamw foreach seems faster")]), (6, [])):  # 6: nothing is joined
+        lab = cut_off_lab({"loop": 0.9, "foreach": 0.7}, None)
+        lab.cut_off, lab.budget = ("loop", "foreach"), budget
+        assert lab.run(LOOP, FOREACH).left_out == left_out
 
 
 def test_the_faster_of_two_values_of_a_field_is_taken():
@@ -319,7 +368,7 @@ def test_the_budget_leaves_the_rest_and_says_so(budget: int):
 def test_room_is_reserved_for_what_helped_so_far_together():
     lab = Lab({"step": 0.5})
     lab.run(CAPTURE, BLOCK)
-    begin, capture, block, together = [0, 0], [1, 0], [2, 1], [0, 2, 0]
+    begin, capture, block, together = [0, 0], [1, 0], [2, 1], [1, 0]
     assert lab.reserved == begin + capture + block + together
 
 

@@ -86,7 +86,7 @@ class Proof:
     untried: list[str] = field(default_factory=list)
     """What the budget left, or what a dry run would measure."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    """Changes that helped and are not in `together`, with the reason."""
+    """Changes that helped or may and are not in `together`, with the reason."""
     together: Tried | None = None
     again: list[Tried] = field(default_factory=list)
     """Second comparisons of changes alone, where `together` is not what to take, until one confirms its change."""
@@ -99,18 +99,28 @@ class Proof:
 
     @property
     def promising(self) -> list[Tried]:
-        """The changes that were faster in every round that they had, too few for a verdict, the fastest first.
+        """The changes that may help, without the verdict `faster`, the fastest first.
 
-        They are measured with those that helped: the comparison of all together has all of its pairs.
+        Those that were faster in all of their rounds, at least two, before the budget ended them; and those that are faster for
+        sure, by less than the least effect. They are measured with those that helped: the comparison of all together has all of
+        its pairs.
         """
-        cut_off = [(tried, known) for tried in self.singles if (known := tried.step.comparison) and known.is_cut_off]
-        return sorted(
-            (tried for tried, known in cut_off if max(known.each) < 1), key=lambda tried: ratio_of(tried.step)
-        )
+        found = [
+            tried
+            for tried in self.singles
+            if (known := tried.step.comparison) is not None and not tried.step.kept
+            if (known.high is not None and known.high < 1) or (known.is_cut_off and known.n > 1 and max(known.each) < 1)
+        ]
+        return sorted(found, key=lambda tried: ratio_of(tried.step))
+
+    @property
+    def may_join(self) -> list[Tried]:
+        """What helped and what may, the fastest first."""
+        return sorted([*self.helped, *self.promising], key=lambda tried: ratio_of(tried.step))
 
     @property
     def best(self) -> Tried | None:
-        """What to take: all together, unless they failed or one alone is clearly faster; None if nothing helped for sure.
+        """What to take: all together, unless one alone is clearly faster; None if nothing helped for sure.
 
         One alone was the fastest of several comparisons, which chance may choose, so a second one must confirm it.
         """
@@ -119,25 +129,25 @@ class Proof:
         if self.takes_all:
             return self.together
         confirmed = next((tried for tried in self.again if tried.step.kept), None)
-        return confirmed or (next(iter(self.unconfirmed), None) if self.untried else None)
+        seems = next((tried for tried in self.unconfirmed if tried.step.kept), None)
+        return confirmed or (seems if self.untried else None) or (self.together if self.together.step.kept else None)
 
     @property
     def takes_all(self) -> bool:
         """Whether all together are faster, and none alone is clearly faster than they."""
-        first, whole = next(iter(self.helped), None), self.together
-        if whole is None or not whole.step.kept:
+        first, whole = next(iter(self.may_join), None), self.together
+        if whole is None or not whole.step.kept or first is None:
             return False
-        if first is None:
-            return True
         known, other = first.step.comparison, whole.step.comparison
-        beats = known and other and known.high is not None and other.low is not None and known.high < other.low
+        high = known and (max(known.each) if known.high is None and known.each else known.high)
+        beats = high and other and other.low is not None and high < other.low
         return not beats or whole.candidate.fields == first.candidate.fields
 
     @property
     def unconfirmed(self) -> list[Tried]:
-        """The changes that helped and were compared once, the fastest first; `together` of one change is its second time."""
+        """What helped or may and was compared once, the fastest first; `together` of one change is its second time."""
         twice = [tried.candidate.fields for tried in (*self.again, *([self.together] if self.together else []))]
-        return [tried for tried in self.helped if tried.candidate.fields not in twice]
+        return [tried for tried in self.may_join if tried.candidate.fields not in twice]
 
     @property
     def chosen(self) -> Options:

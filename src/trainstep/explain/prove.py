@@ -24,7 +24,7 @@ from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
 from trainstep.explain.floor import changed
 from trainstep.explain.gain import predicted_gain
-from trainstep.explain.proof import AGAIN, TOGETHER, Candidate, Proof, Tried, ratio_of
+from trainstep.explain.proof import AGAIN, TOGETHER, Candidate, Proof, Tried
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import step_time
@@ -164,6 +164,8 @@ class _Prover(Trials):
         self._predict, self._reserve, self._needs_losses = predict, reserve, needs_losses
         self._names: dict[str, str] = {}
         """Key -> the candidate that has these options."""
+        self._is_ending = False
+        """Whether what is measured alone is over."""
         self._count = 0
         """How many comparisons there will be, with the one of all together."""
 
@@ -181,7 +183,7 @@ class _Prover(Trials):
         except BudgetSpent:
             proof.untried += [candidate.name for candidate in waiting if not self._why_not(candidate)]
             proof.singles += [self._not_run(candidate) for candidate in waiting if self._why_not(candidate)]
-        self._reserve(0)
+        self._is_ending = True
         try:
             self._measure_together(said)
             self._measure_again(said)
@@ -193,13 +195,18 @@ class _Prover(Trials):
 
     def measured(self, options: Options, repeat: int = 0) -> Any:
         """The trial, if the budget has room for what it leads to, too; those of the start lead to everything."""
-        self._reserve(0 if self.proof.start_s is None else 1 + bool(self.proof.helped))
+        self._reserve(0 if self.proof.start_s is None else 1 + self._comparisons_to_come)
         return super().measured(options, repeat)
 
     def judged(self, name: str, before: Options, after: Options, tried: Any) -> Step:
         """The comparison, if the budget has room for the one of all changes together, too."""
-        self._reserve(int(bool(self.proof.helped) and name not in (TOGETHER, AGAIN)))
+        self._reserve(self._comparisons_to_come)
         return super().judged(name, before, after, tried)
+
+    @property
+    def _comparisons_to_come(self) -> int:
+        """1 while something may be joined in the end."""
+        return int(bool(self.proof.may_join) and not self._is_ending)
 
     def check_losses(self, tried: Trial, precision: str, reference: Reference) -> LossCheck:
         """As of all trials; where the start's tell nothing, they need only be finite."""
@@ -251,27 +258,32 @@ class _Prover(Trials):
         return step
 
     def _measure_together(self, said: Callable[[int, int, Candidate], None]) -> None:
-        """Join what helped or seems to, the fastest first, as far as a config takes it, and compare that with the start."""
+        """Join what helped or may, the fastest first, as far as a config takes it, and compare that with the start."""
         proof = self.proof
         fields: dict[str, Any] = {}
-        joined = sorted([*proof.helped, *proof.promising], key=lambda tried: ratio_of(tried.step))
-        for tried in joined:
+        whose: dict[str, Tried] = {}
+        left_out: list[tuple[str, str]] = []
+        for tried in proof.may_join:
             more = dict(tried.candidate.fields)
             rivals = [name for name in more if fields.get(name, more[name]) != more[name]]
             if STRATEGY_FIELDS & set(more):  # a strategy and its options are one choice
                 rivals += sorted(STRATEGY_FIELDS & set(fields))
             if rivals:
-                proof.left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} is faster"))
+                is_sure = whose[rivals[0]].step.kept and tried.step.kept
+                verb = "is" if is_sure else "seems"
+                left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} {verb} faster"))
             elif why := self.refusal({**proof.start, **fields, **more}):
-                proof.left_out.append((tried.candidate.name, f"beside {name_of(fields)} it is refused: {why}"))
+                left_out.append((tried.candidate.name, f"beside {name_of(fields)} it is refused: {why}"))
             else:
                 fields |= more
+                whose |= dict.fromkeys(more, tried)
         if fields:
             candidate = Candidate(fields=fields, gain=self._predict(fields))
-            if fields == dict(joined[0].candidate.fields):
-                candidate = joined[0].candidate
+            if fields == dict(proof.may_join[0].candidate.fields):
+                candidate = proof.may_join[0].candidate
             said(self._count, self._count, candidate)
             proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))
+            proof.left_out += left_out
 
     def _measure_again(self, said: Callable[[int, int, Candidate], None]) -> None:
         """Compare the fastest alone a second time, then the next, until one is confirmed; where all together are not taken."""

@@ -334,6 +334,8 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
         excess_s[pattern] = excess_s.get(pattern, 0.0) + time_s - least_s
         gap_s[pattern] = gap_s.get(pattern, 0.0) + row["gap_s"]
         words[pattern] = row["what"]
+    if {PRECISION, FP32_ATTENTION} <= words.keys():  # of a cause the first words are kept
+        words[PRECISION] = words[FP32_ATTENTION] = "matmuls and attention of fp32 tensors"
     for pattern, time_s in excess_s.items():
         cause, group = _CAUSES[pattern]
         gap = gap_s[pattern] if on_device else 0.0

@@ -97,6 +97,11 @@ class Collectives:
         several = self.ranks.group is not None and self.ranks.world_size > 1
         self._copies = PeerCopies(self.ranks, transport, self.gather_texts) if transport and several else None
 
+    @property
+    def sends_by_copies(self) -> bool:
+        """Whether large messages go by copies."""
+        return self._copies is not None
+
     def all_reduce(self, tensor: Tensor, *, reduction: str = "sum", label: str = "") -> Pending:
         """Every rank's tensor becomes the `sum`, `average` or `maximum` of all ranks' tensors."""
         if self.ranks.group is None:

@@ -272,11 +272,17 @@ class BucketedDDP(_MessagePerBucket):
         )
         self._make_buckets("bucket", plan, reduce_dtype, keeps_gradient_dtype, in_place)
         self._order = LaunchOrder(self._plan)
-        self.sends_by_copies = transport is not None
         self._on_average: Callable[[Bucket | BucketInPlace], None] | None = None
         self._when: OnAverage = "next_sent"
         self._average_stream: torch.cuda.Stream | None = None
+        self._kept: list[Tensor] = []
+        """Gradients that the stream of averages may still use: freed, their memory would be the step's at once."""
         self._in_flight: Bucket | BucketInPlace | None = None
+
+    @property
+    def sends_by_copies(self) -> bool:
+        """Whether large messages go by copies between GPUs."""
+        return self.groups.shards.sends_by_copies
 
     def call_on_average(
         self,
@@ -292,7 +298,7 @@ class BucketedDDP(_MessagePerBucket):
             next_sent   once the next bucket is sent, usually during backward; not for the last bucket
             all_sent    for all buckets when all are sent, in `finish_gradient_synchronization`
             arrived     as soon as a bucket is sent, on `stream`, which waits for that bucket's message and for nothing else;
-                        whoever gives it lets the step wait for the stream, and keeps the gradients until then
+                        `finish_gradient_synchronization` lets the step wait for the stream
 
         ValueError for `arrived` without a stream, and for a stream without `arrived`.
         """
@@ -307,6 +313,7 @@ class BucketedDDP(_MessagePerBucket):
         if self._on_average is None:
             return
         if self._when == "arrived":
+            self._kept += [gradient for gradient in self._gradients(self._plan[message_index]) if gradient is not None]
             with torch.cuda.stream(self._average_stream), torch.no_grad():
                 self.buckets[message_index].receive()
                 self._on_average(self.buckets[message_index])
@@ -323,6 +330,9 @@ class BucketedDDP(_MessagePerBucket):
             return
         for message_index in self._order.rest():
             self._send(message_index)
+        if self._average_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._average_stream)
+            self._kept = []
         last, self._in_flight = self._in_flight, None
         if last is not None:
             last.receive()

@@ -42,7 +42,9 @@ class InBuckets(Protocol):
     """A strategy that tells when a bucket's average has arrived: BucketedDDP, which a step of one process need not import."""
 
     buckets: Sequence[Bucket | BucketInPlace]
-    sends_by_copies: bool
+
+    @property
+    def sends_by_copies(self) -> bool: ...
 
     def call_on_average(
         self,
@@ -82,10 +84,6 @@ class UpdateInBackward:
         self._optimizer = optimizer
         self.by_bucket = by_bucket
         self._buckets: Sequence[Bucket | BucketInPlace] = ()
-        self._stream: torch.cuda.Stream | None = None
-        """Where buckets are updated; None: where the step is."""
-        self._kept: list[Tensor] = []
-        """Gradients that updates on that stream may still read: freed, their memory would be the step's at once."""
         self._lock = Lock()  # autograd runs the hooks of each device in a thread of its own
         self._is_running = False
         self._group_of: dict[Tensor, int] = {}
@@ -97,8 +95,7 @@ class UpdateInBackward:
             self._buckets = sync.buckets
             device = next(module.parameters()).device
             if by_bucket and sync.sends_by_copies and device.type == "cuda":
-                self._stream = torch.cuda.Stream(device)
-                sync.call_on_average(self._update_bucket, when="arrived", stream=self._stream)
+                sync.call_on_average(self._update_bucket, when="arrived", stream=torch.cuda.Stream(device))
             else:
                 sync.call_on_average(self._update_bucket, when="all_sent" if by_bucket else "next_sent")
             self._release_buckets()
@@ -125,9 +122,6 @@ class UpdateInBackward:
 
     def finish(self) -> None:
         """Update the parameters that still have a gradient. Call it when gradients are synchronised."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._kept = []
         self._optimizer.step()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -164,8 +158,6 @@ class UpdateInBackward:
         """Step with these parameters alone, and free their gradients."""
         with span(f"update {name}"):
             step_unit(self._optimizer, parameters, self._group_of)
-        if self._stream is not None:
-            self._kept += [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             parameter.grad = None
 

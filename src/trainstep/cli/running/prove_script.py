@@ -77,10 +77,12 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
 
 
 def _unfinished(proof: Proof, lab: ScriptLab) -> list[str]:
-    """The changes that the budget cut off, without those in the comparison of all together, which need no rounds of their own."""
-    together = {} if proof.together is None else proof.together.candidate.fields
-    joined = [tried.candidate.fields for tried in proof.promising if tried.candidate.fields.items() <= together.items()]
-    names = [text_of_changes(lab.changes({**proof.start, **fields})) for fields in joined]
+    """The changes that the budget cut off, without those that are taken with all or compared a second time."""
+    done = [tried.candidate.fields for tried in proof.again]
+    if proof.together is not None and proof.takes_all:
+        together = proof.together.candidate.fields.items()
+        done += [tried.candidate.fields for tried in proof.promising if tried.candidate.fields.items() <= together]
+    names = [text_of_changes(lab.changes({**proof.start, **fields})) for fields in done]
     return [name for name in lab.cut_off if name not in names]
 
 

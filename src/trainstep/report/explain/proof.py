@@ -53,6 +53,9 @@ def _verdict(proof: Proof) -> str:
         refuted = [tried.candidate.name for tried in proof.helped]
         if refuted:
             return f"{listed(refuted)} seemed faster, and no second comparison confirmed it."
+        if proof.promising:
+            seem = listed([tried.candidate.name for tried in proof.promising])
+            return f"{seem} seemed faster, without a verdict so far, and nothing else was."
         count = len(compared)
         return f"of {count} change{'' if count == 1 else 's'} that {'was' if count == 1 else 'were'} compared, none is faster."
     gain = best.measured(proof.measured_s)
@@ -62,9 +65,11 @@ def _verdict(proof: Proof) -> str:
     confirmed = ""
     if proof.together is None:
         confirmed = " Not yet compared together."
+    elif best is proof.together and not proof.takes_all:
+        confirmed = f" {proof.may_join[0].candidate.name} alone seemed faster still."
     elif not proof.takes_all:
         whole = proof.together
-        is_alone = whole.candidate.fields == proof.helped[0].candidate.fields
+        is_alone = whole.candidate.fields in [tried.candidate.fields for tried in proof.may_join]
         confirmed = f" {whole.candidate.name}, {AGAIN if is_alone else 'together'}: {whole.step.word}."
         confirmed += "" if best in proof.again else " Not yet compared a second time."
     return (
@@ -152,7 +157,7 @@ def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
         "losses_apart": step.apart,
         "losses_allowed": step.allowed,
         "losses_words": apart,
-        "why": None if step.comparison else step.reason,
+        "why": None if step.comparison and not step.comparison.is_cut_off else step.reason,
         "chosen": tried is proof.best,
     }
 

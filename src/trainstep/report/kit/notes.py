@@ -48,8 +48,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     beside = {"update": "by_bucket", "transport": "copies", "device": "cuda"}
     if any(all(row.record.config.get(name) == value for name, value in beside.items()) for row in timed):
         sentences.append(
-            "With update by_bucket and transport copies buckets are updated beside backward; what is left of messages and updates "
-            "then is optimizer."
+            "With update by_bucket and transport copies buckets are updated beside backward; grad_sync is what is left of messages "
+            "and updates."
         )
     sentences += _peak_memory(rows)
     reasons = dict.fromkeys(row.record.fact("capture_left_out") for row in rows)

@@ -122,6 +122,8 @@ def test_windows_of_shared_processes_follow_smaller_gains(tmp_path: Path):
 
     shared = FakeLab(tmp_path, small)
     assert windows_of(shared) == [6, 2]
+    compared = shared.compare({}, {"workers": "2"}, 0)
+    assert (compared.n, compared.word) == (6, "under 2 %"), "with all of its pairs, which no stricter rule ends"
     (tmp_path / "apart").mkdir()
     apart = FakeLab(tmp_path / "apart", small)
     apart.may_share = False
@@ -177,8 +179,8 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
 def test_a_round_takes_as_many_changes_as_the_budget_has_room_for(tmp_path: Path):
     lab = FakeLab(tmp_path, steady, budget_minutes=5)
     lab.first()
-    lab._starts_s, lab._turns_s = [50.0], [30.0]  # the last comparison: 2 * 50 + 10 * 30 s
-    lab._began_s += 400 + 210 - 300  # 210 s for two rounds: the original and two changes take 200, three 260
+    lab._starts_s, lab._turns_s = [50.0], [30.0]  # the last comparison: 2 * 50 + 10 * 30 s, and 50 of a trial
+    lab._began_s += 450 + 210 - 300  # 210 s for two rounds: the original and two changes take 200, three 260
     lab.measure_in_rounds([{"workers": "2"}, {"pin_memory": "on"}, {"copies": "non_blocking"}])
     assert lab.started[1:4] == ["", "workers=2", "pin_memory=on"], "those that come first"
     count = len(lab.started)
@@ -204,7 +206,7 @@ def test_room_is_kept_for_a_comparison_of_all_that_helps_only_while_two_may(tmp_
     assert lab._may_join([two, pinned]), "nothing is known of them yet"
     assert not lab._may_join([two, four]), "two values of one change are never joined"
     lab._starts_s, lab._turns_s = [50.0], [10.0]
-    lab._began_s += 340 - 300  # a round of three takes 80 s, the last comparison 200
+    lab._began_s += 390 - 300  # a round of three takes 80 s, the last comparison 200, its trial 50
     lab.measure_in_rounds([two, four, pinned])
     assert not lab._may_join([two, four, pinned]), "only the workers helped"
     assert lab._may_join([two, {"copies": "non_blocking"}])
@@ -463,6 +465,9 @@ def test_the_last_comparison_is_expected_to_take_the_turns_of_the_slowest_change
     lab._in_rounds = {lab.key_of(options): options for options in sizes}
     lab._starts_s, lab._turns_s = [50.0], [10.0]
     assert lab.comparison_s({}) == 2 * 50 + 4 * 10 + 6 * 40, "a batch four times as large, until it is known"
+    lab._ratios = lambda options: [0.9] if options is sizes[0] else []
+    assert lab.comparison_s({}) == 2 * 50 + 4 * 10 + 6 * 20, "and once others were measured, not one that failed"
+    lab._ratios = lambda options: []
     lab._turns_of = {lab.key_of(sizes[1]): [25.0], lab.key_of(lab.start): [8.0]}
     assert lab.comparison_s({}) == 2 * 50 + 4 * 8 + 6 * 25
 

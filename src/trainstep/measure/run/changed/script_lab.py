@@ -65,7 +65,10 @@ class ScriptLab(ScriptProcesses):
 
     def comparison_s(self, _: Options) -> float:
         """About how many seconds the last comparison takes: half of its windows take as long as those of its slowest change."""
-        may_join = [options for options in self._in_rounds.values() if not self._given_up(options)]
+        measured = [
+            options for options in self._in_rounds.values() if self._ratios(options)
+        ]  # the others failed, or are to come
+        may_join = [options for options in measured or self._in_rounds.values() if not self._given_up(options)]
         slowest = max(may_join, key=self._turn_s, default=self.start)
         return self._expected_s([self.start, slowest] * self._pairs)
 
@@ -196,7 +199,7 @@ class ScriptLab(ScriptProcesses):
         best = sorted(left, key=lambda options: fmean(self._ratios(options) or [1.0]))
         while best:
             missing = [options for each in rounds for options, _ in self._lacking(best, each)]
-            together_s = self.comparison_s({}) if self._may_join(best) else 0.0
+            together_s = self.trial_s({}) + self.comparison_s({}) if self._may_join(best) else 0.0
             if not missing or not self._is_spent(self._expected_s(missing, shared=self.may_share) + together_s):
                 break
             best.pop()
@@ -204,7 +207,7 @@ class ScriptLab(ScriptProcesses):
 
     def _can_end_together(self, left: Sequence[Options]) -> bool:
         """Whether two of these may help, and there is time to compare them together."""
-        return self._may_join(left) and not self._is_spent(self.comparison_s({}))
+        return self._may_join(left) and not self._is_spent(self.trial_s({}) + self.comparison_s({}))
 
     def _may_join(self, left: Sequence[Options]) -> bool:
         """Whether two of these, not two values of one change, may help, so that they are compared together in the end."""
@@ -281,8 +284,9 @@ class ScriptLab(ScriptProcesses):
                 ratios.append(times_s[1][-1] / times_s[0][-1])
                 if left:
                     self._say(f"{name}: pair {len(ratios)} of {self._pairs}: {ratios[-1]:.3f} of the original's time")
-            if tried and len(ratios) == _TRIED_PAIRS and self._is_futile(ratios, _LEAST_GAIN):
-                return _ended(_FUTILE.format(least=100 * _LEAST_GAIN, pairs=_TRIED_PAIRS), ratios)
+            least = self._least_gain if in_rounds else _LEAST_GAIN
+            if tried and len(ratios) == _TRIED_PAIRS and self._is_futile(ratios, least):
+                return _ended(_FUTILE.format(least=100 * least, pairs=_TRIED_PAIRS), ratios)
         a, b = (Samples(unit="s", values=tuple(values)) for values in times_s)
         comparison = compare_samples(a, b, process_steps=(1, 1))
         reason = comparison.reason.replace("pairs of processes", "rounds") if in_rounds else comparison.reason
@@ -303,7 +307,7 @@ class ScriptLab(ScriptProcesses):
 
     def _cut_off(self, name: str, ratios: Sequence[float]) -> Comparison | None:
         """A comparison of which the budget has ended the rounds, so that those of other changes count; None without any round."""
-        if not ratios or self._dry_run:
+        if not ratios:
             return None
         self.cut_off.append(name)
         return _ended(f"the budget had room for {len(ratios)} of {self._pairs} rounds", ratios, is_cut_off=True)
