@@ -12,8 +12,8 @@ written out  scores = a batched matmul, then a softmax over its last dimension: 
 with a mask  on a GPU, a fused attention that is given a mask of T x T. If it is causal, to say so skips half of the work. At least:
              half of the time; a GPT-2 without the mask of Hugging Face's took 0.42 of it (docs/log.md, 2026-11-27). Only the ops
              below are known: flash takes no mask, and on a CPU the fused op takes as long with a mask as without.
-of fp32      on a GPU, a fused attention of fp32 tensors, without such a mask. What it takes in 16 bits depends on torch's precision
-             (explain/script_evidence.py).
+of fp32      on a GPU, a fused attention of fp32 tensors. What it takes in 16 bits depends on torch's precision
+             (explain/script_evidence.py). An attention by matmuls is left to the pattern of these.
 """
 
 import math
@@ -34,7 +34,7 @@ from trainstep.traces.patterns.pattern import (
     Instead,
     Pattern,
 )
-from trainstep.traces.patterns.step_ops import Shape, StepOps, first, tensors
+from trainstep.traces.patterns.step_ops import NOTHING, Cost, Shape, StepOps, first, tensors
 
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 _SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
@@ -146,15 +146,15 @@ def with_mask(ops: StepOps) -> Iterator[Pattern]:
 
 
 def fused_in_fp32(ops: StepOps) -> Iterator[Pattern]:
-    """Fused attention of fp32 tensors. One with a mask is a pattern already, and its time must not be saved twice."""
+    """Fused attention of fp32 tensors: of one with a mask the half that is left without it, which no other pattern saves."""
     fused = [opened for opened in ops.all if ops.on_device and opened.name.startswith(_FUSED)]
-    fused = [opened for opened in fused if opened.dtypes[:1] == ("float",) and not mask_of(opened)]
-    fused = [opened for opened in fused if opened.name != _BY_MATMULS]  # whose matmuls are a pattern of their own
-    if fused:
-        costs = ops.costs(fused, whole=True)
-        yield Pattern(
-            name=FP32_ATTENTION, calls=len(fused), costs=costs, least_ns=0.0, what="attention of fp32 tensors"
-        )
+    fused = [opened for opened in fused if opened.dtypes[:1] == ("float",) and opened.name != _BY_MATMULS]
+    if not fused:
+        return
+    costs = ops.costs([opened for opened in fused if not mask_of(opened)], whole=True)
+    for phase, cost in ops.costs([opened for opened in fused if mask_of(opened)], whole=True).items():
+        costs[phase] = costs.get(phase, NOTHING) + Cost(time_ns=cost.time_ns // 2)
+    yield Pattern(name=FP32_ATTENTION, calls=len(fused), costs=costs, least_ns=0.0, what="attention of fp32 tensors")
 
 
 def mask_of(opened: Range) -> tuple[Any, ...]:

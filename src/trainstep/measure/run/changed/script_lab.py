@@ -65,10 +65,9 @@ class ScriptLab(ScriptProcesses):
 
     def comparison_s(self, _: Options) -> float:
         """About how many seconds the last comparison takes: half of its windows take as long as those of its slowest change."""
-        measured = [
-            options for options in self._in_rounds.values() if self._ratios(options)
-        ]  # the others failed, or are to come
-        may_join = [options for options in measured or self._in_rounds.values() if not self._given_up(options)]
+        every = self._in_rounds.values()
+        measured = [options for options in every if self._ratios(options)]  # without what failed
+        may_join = [options for options in measured or every if not self._given_up(options)]
         slowest = max(may_join, key=self._turn_s, default=self.start)
         return self._expected_s([self.start, slowest] * self._pairs)
 
