@@ -171,6 +171,8 @@ def test_the_toml_makes_bench_run_the_chosen_cell_and_parallel_reads_it(
 ):
     monkeypatch.setattr(plan._Search, "judged", _always_kept)
     monkeypatch.setattr(trials, "HOPELESS", 1e9)  # whatever else this machine does meanwhile
+    monkeypatch.setattr(plan, "_CLEARLY", 1e9)
+    monkeypatch.setattr(plan._Search, "_alone_s", lambda *_: 0.0)  # in their order
     assert app.run([*COMMAND, "--json", "--clip-grad-norm", "none"]) == 0
     capsys.readouterr()
     [path] = Path("runs").glob("*.toml")
