@@ -5,11 +5,18 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from cell_maker import finish, start, wait_until
 from sources import ROOT
+from trainstep.cli.running import prove_script
+from trainstep.explain.proof import Candidate, Proof, Tried
+from trainstep.measure.run.changed.script_lab import ScriptLab
+from trainstep.plan.trials import Step
+from trainstep.records.compare import Comparison
 from trainstep.records.store import Store
 
 LOOPS = ROOT / "tests/planted/loops"
@@ -105,3 +112,34 @@ def test_a_script_that_fails_or_ends_early_proves_nothing(tmp_path: Path):
     code, out, _ = finish(start(*PROVE[:-4], "--script-steps", "30", folder=tmp_path), 110)
     assert code == 3
     assert "the script ended after 20 steps of 30: let it run longer, or give --script-steps" in out
+
+
+@pytest.mark.parametrize(
+    ("together", "again", "unfinished"),
+    [
+        (None, False, ["workers=2", "gc=off"]),
+        ("faster", False, ["gc=off"]),
+        ("slower", False, ["workers=2", "gc=off"]),
+        ("slower", True, ["gc=off"]),
+    ],
+)
+def test_what_the_budget_cut_off_is_unfinished_unless_it_is_taken_with_all_or_compared_again(
+    together: str | None, again: bool, unfinished: list[str]
+):
+    """Workers are in the comparison of all together, `gc` is left out of it."""
+
+    def change(verdict: str, **fields: str) -> Tried:
+        known = Comparison(verdict=verdict, reason="", ratio=0.9, low=0.89, high=0.91, n=6)
+        return Tried(
+            candidate=Candidate(fields=fields), step=Step(change="", kept=verdict == "faster", comparison=known)
+        )
+
+    def cut_off(**fields: str) -> Tried:
+        known = Comparison(verdict="cannot tell", reason="", ratio=0.9, each=(0.9, 0.9), n=2, is_cut_off=True)
+        return Tried(candidate=Candidate(fields=fields), step=Step(change="", comparison=known))
+
+    proof = Proof(start={}, measured_s=1.0, singles=[cut_off(workers="2"), cut_off(gc="off")])
+    proof.together = None if together is None else change(together, workers="2", copies="non_blocking")
+    proof.again = [change("faster", workers="2")] if again else []
+    lab = cast(ScriptLab, SimpleNamespace(cut_off=["workers=2", "gc=off"], changes=dict))
+    assert prove_script._unfinished(proof, lab) == unfinished

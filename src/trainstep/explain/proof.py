@@ -42,6 +42,14 @@ class Tried:
         known = self.step.comparison
         return known is not None and known.low is not None and known.high is not None
 
+    @property
+    def highest(self) -> float | None:
+        """The highest ratio that is likely: the interval's end, or the slowest pair of a comparison that the budget ended."""
+        known = self.step.comparison
+        if known is None:
+            return None
+        return max(known.each) if known.is_cut_off and known.n > 1 else known.high
+
     def measured(self, measured_s: float) -> Interval | None:
         """The measured gain of a step that takes `measured_s`, with the comparison's 99 % interval; of no width without one."""
         known = self.step.comparison
@@ -106,10 +114,7 @@ class Proof:
         its pairs.
         """
         found = [
-            tried
-            for tried in self.singles
-            if (known := tried.step.comparison) is not None and not tried.step.kept
-            if (known.high is not None and known.high < 1) or (known.is_cut_off and known.n > 1 and max(known.each) < 1)
+            tried for tried in self.singles if not tried.step.kept and tried.highest is not None and tried.highest < 1
         ]
         return sorted(found, key=lambda tried: ratio_of(tried.step))
 
@@ -138,9 +143,8 @@ class Proof:
         first, whole = next(iter(self.may_join), None), self.together
         if whole is None or not whole.step.kept or first is None:
             return False
-        known, other = first.step.comparison, whole.step.comparison
-        high = known and (max(known.each) if known.high is None and known.each else known.high)
-        beats = high and other and other.low is not None and high < other.low
+        low = None if whole.step.comparison is None else whole.step.comparison.low
+        beats = first.highest is not None and low is not None and first.highest < low
         return not beats or whole.candidate.fields == first.candidate.fields
 
     @property

@@ -70,7 +70,7 @@ _QUIET = 0.05
 """The share of a step that a machine's own background may take, and of the machine that it may use."""
 _OF_PEAKS = {PRECISION: 1.0, FP32_ATTENTION: 1.55}
 """Pattern -> its time in 16 bits over what the peaks of fp32 and 16 bits say. Two GPTs on an H200, whose data sheet has 1/14.8,
-took 1/14.9 and 1/15.0 of their matmuls' time in fp32, and 1/9.5 of their attention's (docs/log.md, 2026-11-27)."""
+took 1/14.9 and 1/15.0 of their matmuls' time in fp32, and 1/9.5 of their attention's (results/h200/planted_fp32.jsonl)."""
 _PEAKS_OF_UNKNOWN, _OF_TF32 = 1 / 15, 1 / 2
 _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s1688gemm")
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""

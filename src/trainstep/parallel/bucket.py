@@ -18,6 +18,7 @@ in which they are averaged.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from trainstep.parallel.collectives import DONE, Pending, ShardGroups
 from trainstep.parallel.copies.pieces import Pieces
 from trainstep.parallel.flat_buffer import FlatBuffer, in_memory_order, lay_out
 from trainstep.parallel.launch_order import FlagReader
+
+OnAverage = Literal["next_sent", "all_sent", "arrived"]
+"""When a strategy tells that a bucket's average has arrived (ddp.py)."""
 
 
 class Bucket:

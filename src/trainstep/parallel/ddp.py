@@ -26,21 +26,17 @@ What calls `_send` during backward stands in gradient_sync.py: autograd runs a `
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.costs.buckets import bytes_of_mib
-from trainstep.parallel.bucket import Bucket, BucketInPlace, make_buckets, plan_buckets
+from trainstep.parallel.bucket import Bucket, BucketInPlace, OnAverage, make_buckets, plan_buckets
 from trainstep.parallel.collectives import Pending
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.gradient_sync import HeldTensors, ReplicatedGradients
 from trainstep.parallel.launch_order import LaunchOrder, Usage
 from trainstep.parallel.ranks import Ranks
-
-OnAverage = Literal["next_sent", "all_sent", "arrived"]
-"""When BucketedDDP tells that a bucket's average has arrived."""
 
 # One message per gradient.
 

@@ -25,13 +25,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.costs.exchange import ROOT
-from trainstep.parallel.bucket import Bucket, BucketInPlace
+from trainstep.parallel.bucket import Bucket, BucketInPlace, OnAverage
 from trainstep.parallel.gradient_sync import GradientSync
 from trainstep.parallel.units import groups_by_tensor, may_step_by_unit, plan_units, step_unit
 from trainstep.spans import span
@@ -50,7 +50,7 @@ class InBuckets(Protocol):
         self,
         call: Callable[[Bucket | BucketInPlace], None],
         *,
-        when: Literal["next_sent", "all_sent", "arrived"],
+        when: OnAverage,
         stream: torch.cuda.Stream | None = None,
     ) -> None: ...
 

@@ -27,6 +27,14 @@ def tried(verdict: str, ratio: float, gain: Interval | None = None, /, **fields:
     return Tried(candidate=Candidate(fields=fields, cause="unfused", gain=gain), step=step)
 
 
+def cut_off(ratio: float, /, **fields: Any) -> Tried:
+    comparison = Comparison(
+        verdict="cannot tell", reason="2 of 6 rounds", ratio=ratio, each=(ratio, ratio), n=2, is_cut_off=True
+    )
+    step = Step(change="c", comparison=comparison, word="cannot tell", reason="2 of 6 rounds")
+    return Tried(candidate=Candidate(fields=fields, cause="unfused"), step=step)
+
+
 PREDICTED = Interval(time_s=0.4, low_s=0.35, high_s=0.6)
 BLOCK = tried("faster", 0.5, PREDICTED, compile="block")
 FUSED = tried("slower", 1.5, PREDICTED, ops="fused")
@@ -82,6 +90,20 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
             f"held. The budget is spent; the same command goes on. Not tried: {TOGETHER}.",
         ),
         (
+            a_proof(cut_off(0.6, compile="block"), untried=["compile block, a second time"]),
+            "compile block seemed faster, without a verdict so far, and nothing else was. The budget is spent",
+        ),
+        (
+            a_proof(
+                cut_off(0.3, compile="block"),
+                cut_off(0.7, ops="fused"),
+                together=tried("faster", 0.6, compile="block", ops="fused"),
+                untried=["compile block, a second time"],
+            ),
+            "with compile block and ops fused a step takes 0.600 (99 % interval 0.500 to 0.700) of the original's time: 400.0 ms "
+            "less (300.0 ms to 500.0 ms) of 1,000 ms. compile block alone seemed faster still.",
+        ),
+        (
             a_proof(BLOCK, together=tried("faster", 0.5, compile="block", batch_size=8)),
             "with compile block and batch_size 8 a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time per to",
         ),
@@ -127,3 +149,9 @@ def test_the_table_has_both_gains_and_json_their_seconds():
     assert line.split()[9] == "yes"
     assert "capture step" in text
     assert '"measured_gain_s": 0.5' in json_text([table])
+
+
+def test_a_gain_of_two_pairs_has_no_interval_and_its_row_says_why():
+    [row] = proof_table(explained(), a_proof(cut_off(0.6, compile="block"))).raw
+    assert row["measured_gain_s"] == pytest.approx(0.4)
+    assert (row["measured_gain_low_s"], row["measured_gain_high_s"], row["why"]) == (None, None, "2 of 6 rounds")
