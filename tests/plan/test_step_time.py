@@ -1,5 +1,6 @@
 """The predicted time of a step: its kernels against costs/ and counted launches, its pipeline, its messages, and measured steps."""
 
+import json
 import statistics
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from sources import ROOT
 from trainstep.config.machine import machine_spec
 from trainstep.config.model import size
 from trainstep.config.parallel import RanksConfig, SyncConfig
+from trainstep.config.parsing import build_config
 from trainstep.config.run import RunConfig
 from trainstep.costs.transformer import forward_flops
 from trainstep.plan.step_memory import alone
@@ -208,6 +210,49 @@ def test_what_waits_for_the_link_is_not_slowed_by_it():
     )
     assert few.phases["forward"].time_s < 1.2 * few.sent_s / 3
     assert 0 < many.phases["forward"].time_s < 0.75 * many.sent_s / 3
+
+
+BUCKETED = {"sync": "bucketed", "transport": "copies", "in_place": True, "update": "by_bucket"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "design", "fields"),
+    [
+        ("none", "updates beside", {"sync": "none"}),
+        ("sharded_flat, copies", "updates beside", {"sync": "sharded_flat", "transport": "copies"}),
+        ("fsdp, copies", "copies before averages, no memsets", {"sync": "fsdp", "transport": "copies"}),
+        (
+            "fsdp in bf16, copies",
+            "copies before averages, no memsets",
+            {"sync": "fsdp", "transport": "copies", "compute_dtype": "bf16"},
+        ),
+        ("bucketed, copies", "updates beside", BUCKETED),
+        ("bucketed, copies", "updates beside, 1 GiB of boxes", BUCKETED | {"inbox_mib": 1024}),
+    ],
+)
+def test_messages_by_copies_between_four_h200s_are_within_a_tenth(
+    strategy: str, design: str, fields: dict[str, object]
+):
+    lines = map(json.loads, (ROOT / "results/h200/copies_four.ndjson").read_text().splitlines())
+    [measured_ms] = [line["ms"] for line in lines if (line.get("strategy"), line.get("design")) == (strategy, design)]
+    assert H200 is not None
+    step = {"model": "xl", "context": 512, "batch_size": 2, "ranks": 4, "device": "cuda", "precision": "bf16_autocast"}
+    step |= {"attention": "trainstep", "adamw": "trainstep", "compile": "block", "capture": "step", **fields}
+    config = build_config("parallel", step)
+    assert isinstance(config, RanksConfig)
+    assert step_time(config, H200).step.time_s == pytest.approx(statistics.median(measured_ms) / 1e3, rel=0.1)
+
+
+def test_an_all_reduce_by_copies_takes_longer_than_what_flat_shards_send():
+    """Its chunks are averaged between two copies; reduce-scatters and all-gathers have one direction each."""
+    ratios = {}
+    for sync in ("bucketed", "sharded_flat"):
+        library, copies = (
+            time_of(ranks=4, sync=sync, capture="step", transport=transport).messages.sent_s
+            for transport in ("library", "copies")
+        )
+        ratios[sync] = copies / library
+    assert ratios == {"bucketed": pytest.approx(1.42), "sharded_flat": pytest.approx(1.0)}
 
 
 def test_sums_of_copies_are_kernels_of_the_ranks():

@@ -55,6 +55,9 @@ _CROWDED = 1.25
 _COPIES = {"low_s": 0.75, "time_s": 0.95, "high_s": 1.5}
 """Of copies, which have no calibration of their own, the time relative to NCCL's (H200s: reduce-scatter 275 GB/s, all-reduce 331, a
 copy 392)."""
+_COPIED_ALL_REDUCE = 1.42
+"""How much longer than that an all-reduce by copies takes: its chunks are averaged between two copies, and ranks meet at each. Of
+bucketed xl between four H200s, 67.4 ms a step, whose 37 ms of messages by NCCL's rate take 50 (results/h200/copies_four.md)."""
 _COPIES_SLOW = 0.3
 """Of that share, what copies by copy engines still take."""
 _IN_A_GRAPH = 0.5
@@ -165,6 +168,7 @@ class _Link:
         self._curves = calibration.collectives
         self._ranks = config.ranks
         self._fixed = _IN_A_GRAPH if config.run.capture != "none" else 1.0
+        self._factors = {"all_reduce": _COPIED_ALL_REDUCE} if config.sync.transport == "copies" else {}
         self._known: dict[tuple[str, float], float] = {}
         """Operation and bytes -> seconds; most messages are alike."""
         self._best: dict[str, float] = {}
@@ -176,7 +180,8 @@ class _Link:
     def seconds(self, operation: str, nbytes: float) -> float:
         time_s = self._known.get((operation, nbytes))
         if time_s is None:
-            time_s = self._known[operation, nbytes] = self._seconds(operation, nbytes)
+            time_s = self._factors.get(operation, 1.0) * self._seconds(operation, nbytes)
+            self._known[operation, nbytes] = time_s
         if self.counts:
             self.sent_s += time_s
             self.messages[self.phase] = self.messages.get(self.phase, 0) + 1
