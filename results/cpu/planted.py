@@ -1,23 +1,25 @@
 """Planted slowdowns: does `trainstep explain` name what was planted in somebody's loop, and does undoing it gain what it says?
 
-    python results/cpu/planted.py run --out results/cpu/planted.ndjson                    # resumable; 15 to 26 minutes on two cores
+    python results/cpu/planted.py run --rounds 3 --out results/cpu/planted.ndjson         # resumable; an hour on two cores
     python results/cpu/planted.py run --device cuda --out results/h200/planted.ndjson     # the same on a GPU, all twelve
     python results/cpu/planted.py table results/cpu/planted.ndjson > results/cpu/planted.md
 
 A case is a loop of tests/planted/loops (by hand, Hugging Face's Trainer, Lightning) with one slowdown, or two of twelve
 pairs drawn with a seed, or none. It runs under `trainstep run`, and `trainstep explain --json` reads the records. Clean and
 planted runs are alternate: the measured gain of a case is 1 - clean / planted, where clean is the mean of the last clean
-runs before and after it; with `--clean-every 3` there is a clean run after each third case, and one run stands for both
-sides of the others. Times are a run's mean step as explain takes it, less the time in which a thread waited for a core that
-others had (`net`), because CPUs are seldom left alone; of `second_process`, which is such a wait, they are whole. For the same
-reason an excess `another_process` that nobody planted is left out of the ranks; the table has what others used.
-A line of the file is a case, with the raw numbers and the command.
+runs before and after it; with `--clean-every 3` there is a clean run after each third planted one, and one run stands for
+both sides of the others. `--rounds 3` runs each planted case three times: its gains are the medians of the rounds, its ranks
+the worst. Times are a run's mean step as explain takes it, less the time in which a thread waited for a core that others had
+(`net`), because CPUs are seldom left alone; of `second_process`, which is such a wait, they are whole. For the same reason an
+excess `another_process` that nobody planted is left out of the ranks; the table has what others used.
+A line of the file is a case, with the raw numbers of each round and the command.
 """
 
 import argparse
 import importlib.util
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -89,14 +91,10 @@ def command(case: Case, plants: Sequence[str], steps: int, out: Path) -> list[st
     return [*words, *(["--accumulate"] if case.accumulates else [])]
 
 
-def measured(case: Case, plants: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
-    """Run it, and explain it."""
-    out = (
-        folder
-        / f"{case.loop}-{case.device}-{case.ranks}-{'+'.join(plants) or f'clean-for-{case.key}'}.jsonl".replace(
-            " ", "-"
-        )
-    )
+def measured(case: Case, plants: Sequence[str], steps: int, folder: Path, turn: int) -> dict[str, Any]:
+    """Run it, and explain it. `turn`: the round, 0 for the clean run before the first."""
+    name = f"{case.loop}-{case.device}-{case.ranks}-{'+'.join(plants) or f'clean-for-{case.key}'}-{turn}.jsonl"
+    out = folder / name.replace(" ", "-")
     words = command(case, plants, steps, out)
     source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source, "TOKENIZERS_PARALLELISM": "false"}
@@ -131,8 +129,10 @@ def _wait_for_quiet() -> None:
         time.sleep(1.0)
 
 
-def run(device: str, out: Path, steps: int, only: Sequence[str], records: Path | None, clean_every: int) -> None:
-    """Run the cases that the file lacks, a clean run before and after each."""
+def run(
+    device: str, out: Path, steps: int, only: Sequence[str], records: Path | None, clean_every: int, rounds: int
+) -> None:
+    """Run the cases that the file lacks, a clean run before and after each planted one."""
     done = {line["case"] for line in _lines(out)} if out.exists() else set()
     gpus = 0
     if device == "cuda":
@@ -149,22 +149,28 @@ def run(device: str, out: Path, steps: int, only: Sequence[str], records: Path |
             if case.key in done or missing or (only and not any(word in case.key for word in only)):
                 continue
             kind = case.loop, case.ranks, case.accumulates
+            found = []
             try:
-                before = clean.get(kind) or measured(case, (), steps, folder)
-                planted = measured(case, case.plants, steps, folder)
-                used[kind] = used.get(kind, 0) + bool(case.plants)
-                again = case.plants and used[kind] % clean_every == 0
-                after = clean[kind] = measured(case, (), steps, folder) if again else before
+                after = clean.get(kind) or measured(case, (), steps, folder, 0)
+                for turn in range(1, 1 + (rounds if case.plants else 1)):
+                    before = after
+                    planted = measured(case, case.plants, steps, folder, turn) if case.plants else before
+                    used[kind] = used.get(kind, 0) + bool(case.plants)
+                    if case.plants and used[kind] % clean_every == 0:
+                        after = measured(case, (), steps, folder, turn)
+                    found.append(_round(case, planted, [before, after]))
+                clean[kind] = after
             except (RuntimeError, subprocess.SubprocessError) as error:
                 print(f"{case.key}: {error}", file=sys.stderr, flush=True)
                 continue
-            line = _line(case, planted, [before, after])
+            line = _line(case, found)
             with out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"{case.key}: {line['ranks_of_planted']} {line['first']}", file=sys.stderr, flush=True)
 
 
-def _line(case: Case, planted: Mapping[str, Any], clean: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _round(case: Case, planted: Mapping[str, Any], clean: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A planted run beside the clean ones around it."""
     is_wait = "second_process" in case.plants
     time = "step_s" if is_wait else "net_s"
     findings = [row for row in planted["findings"] if is_wait or row["cause"] != "another_process"]
@@ -177,10 +183,6 @@ def _line(case: Case, planted: Mapping[str, Any], clean: Sequence[Mapping[str, A
         gain_s += findings[places[0]]["gain_s"] or 0.0 if places else 0.0
     takes_s, clean_s = planted[time], [one[time] for one in clean]
     return {
-        "case": case.key,
-        "loop": case.loop,
-        "device": case.device,
-        "plants": list(case.plants),
         "ranks_of_planted": ranks,
         "first": causes[0] if causes else None,
         "first_share": round(findings[0]["time_s"] / takes_s, 4) if causes else 0.0,
@@ -193,6 +195,26 @@ def _line(case: Case, planted: Mapping[str, Any], clean: Sequence[Mapping[str, A
         "clean_net_s": [round(one["net_s"], 6) for one in clean],
         "others_cpu_share": round(planted["others_cpu_share"], 3),
         "command": planted["command"].replace(str(ROOT) + "/", ""),
+    }
+
+
+def _line(case: Case, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A case: medians of its rounds, and what was first where the planted were furthest from it."""
+    worst = max(rounds, key=lambda one: [rank or math.inf for rank in one["ranks_of_planted"]])
+    command = rounds[0]["command"]
+    medians = {
+        name: round(statistics.median(one[name] for one in rounds), 4)
+        for name in ("predicted_gain", "measured_gain", "others_cpu_share")
+    }
+    return {
+        "case": case.key,
+        "loop": case.loop,
+        "device": case.device,
+        "plants": list(case.plants),
+        **{name: worst[name] for name in ("ranks_of_planted", "first", "first_share")},
+        **medians,
+        "command": command,
+        "rounds": [{name: value for name, value in one.items() if name != "command"} for one in rounds],
     }
 
 
@@ -248,12 +270,13 @@ if __name__ == "__main__":
     running.add_argument(
         "--records", type=Path, help="keep records there, and explain those that are there without a run"
     )
-    running.add_argument("--clean-every", type=int, default=1, help="cases between two clean runs of a loop")
+    running.add_argument("--clean-every", type=int, default=1, help="planted runs between two clean runs of a loop")
+    running.add_argument("--rounds", type=int, default=1, help="times that each planted case runs")
     running.add_argument("--only", nargs="*", default=(), help="cases whose name has one of these words")
     tabling = verbs.add_parser("table", help="print the file as Markdown")
     tabling.add_argument("path", type=Path)
     asked = parser.parse_args()
     if asked.verb == "run":
-        run(asked.device, asked.out, asked.steps, asked.only, asked.records, asked.clean_every)
+        run(asked.device, asked.out, asked.steps, asked.only, asked.records, asked.clean_every, asked.rounds)
     else:
         table(asked.path)
