@@ -148,7 +148,7 @@ def test_a_search_stops_at_its_budget_goes_on_and_then_answers_at_once(
     assert plan_left["to_try"] == ["adamw loop", "adamw foreach"], "neither the default nor what a CPU refuses"
 
     rows = _rows(capsys, "--out", "p.jsonl")
-    assert rows["adamw fused"]["reason"] == "is so already"
+    assert rows["adamw fused"]["reason"] == "is already set"
     assert "CUDA only" in str(rows["attention sdpa_cudnn"]["reason"])
     assert rows["adamw loop"]["step_alone_s"]
     records = Store(Path("p.jsonl")).read()
@@ -204,7 +204,7 @@ def test_several_models_have_an_answer_each_and_one_that_cannot_run_does_not_end
     Path("broken.py").write_text("def build(run, device):\n    raise RuntimeError('this one breaks')\n")
     assert app.run([*COMMAND[:3], "--model", "broken:build,tiny", *SMALL, "--json"]) == 3
     answers = json.loads(capsys.readouterr().out)["answer"]
-    assert "broken:build: nothing was tried, because the start does not serve" in answers[0]["verdict"]
+    assert "broken:build: nothing was tried, because the start cannot be used" in answers[0]["verdict"]
     assert "this one breaks" in answers[0]["verdict"]
     assert answers[1]["verdict"].startswith("tiny: ")
     assert len(list(Path("runs").glob("*.toml"))) == 1

@@ -202,7 +202,9 @@ def test_what_a_config_refuses_beside_a_faster_change_is_left_out_with_the_reaso
     lab.refused = ("step", "block")
     proof = lab.run(CAPTURE, BLOCK)
     assert proof.chosen == {**START, "compile": "block"}
-    assert proof.left_out == [("capture step", "beside compile block it is refused: step and block refuse each other")]
+    assert proof.left_out == [
+        ("capture step", "together with compile block it is refused: step and block refuse each other")
+    ]
 
 
 def test_a_single_change_that_helped_is_measured_a_second_time_and_dropped_if_that_does_not_confirm_it():

@@ -36,6 +36,12 @@ def test_what_would_do_nothing_is_not_tried():
     assert candidates(compiles=True)["compile module"].refusal == "the script compiles already"
 
 
+def test_fused_ops_are_tried_where_a_module_computes_what_they_do():
+    assert "ops trainstep" in candidates(fusable_parts=3)
+    assert "ops trainstep" not in candidates(fusable_parts=0)
+    assert "ops trainstep" not in candidates(fusable_parts=3, on_gpu=False)
+
+
 def test_a_precision_that_is_allowed_is_tried():
     found = candidates(allowed=["tf32"])
     assert not found["precision tf32"].refusal

@@ -13,7 +13,7 @@ from trainstep.explain.trace_evidence import is_of_trace, trace_evidence
 from trainstep.records.record import Record
 from trainstep.traces.patterns.pattern import PRECISION
 
-TF32_NOTE = "Whether TF32 was on is not in a trace; it counts as on."
+TF32_NOTE = "A trace does not say whether TF32 was on; it is assumed to be on."
 
 
 def classes(**times_s: float) -> dict[str, list[Any]]:

@@ -195,7 +195,7 @@ def test_unknown_links_are_asked_for():
     assert not topology.assumed
     assert topology.network.bytes_per_s == pytest.approx(0.85 * 3e9)
     copies = planned(nodes=2, transport="copies")
-    with pytest.raises(ValueError, match="transport: copies go between ranks of one node"):
+    with pytest.raises(ValueError, match="transport: copies work only between ranks of one node"):
         fleet_time(copies, topology_of(copies.fleet, ranks=16, calibration=SPEEDS, spec=H100), SPEEDS)
     torchs = planned(nodes=2, sync="torch_fsdp2")
     with pytest.raises(ValueError, match="take fsdp, ours of its kind"):

@@ -101,7 +101,7 @@ def test_without_a_faster_change_the_start_is_chosen():
 def test_a_change_to_a_default_is_not_compared_with_itself(start: Options):
     lab = Lab({})
     [step] = lab.run(Change(options={"capture": "none"}), start=start).steps
-    assert (step.word, step.reason) == ("not run", "is so already")
+    assert (step.word, step.reason) == ("not run", "is already set")
     assert lab.compared == []
 
 
@@ -246,7 +246,7 @@ def test_a_start_whose_losses_do_not_repeat_ends_the_search():
     lab = Lab({"auto": 0.5})
     lab.repeated = (2.1, 1.9, 1.8)
     result = lab.run(CAPTURE)
-    assert "a second run of the start with the same seed is not alike" in result.trouble
+    assert "a second run of the start with the same seed has other losses" in result.trouble
     assert lab.compared == []
 
 

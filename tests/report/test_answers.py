@@ -70,7 +70,7 @@ def test_few_samples_give_no_verdict():
 def test_different_environments_give_no_verdict():
     first = a_cell("mine:W", "a", samples={"time": seconds(FASTER)})
     second = a_cell("mine:W", "b", samples={"time": seconds(SLOWER)}, environment=replace(ENVIRONMENT, torch="9.9"))
-    assert "unlike environments: torch" in answer_of(first, second).verdict
+    assert "different environments: torch" in answer_of(first, second).verdict
 
 
 def test_an_answer_names_a_failure_and_a_remedy():
@@ -230,7 +230,7 @@ def test_three_combinations_get_a_sentence_and_the_rest_are_counted():
 def test_a_cost_that_windows_of_steps_do_not_show_is_said_to_be_so():
     answer = answer_of(a_strategy("none", FASTER, windows=NOISY), a_strategy("bucketed", SLOWER, windows=NOISY[::-1]))
     assert "Communication costs bucketed 49.8 % of its step" in answer.verdict
-    assert "In windows of several steps, without a wait between them, a cost does not show: " in answer.verdict
+    assert "Windows of several steps, without a wait between them, show no cost: " in answer.verdict
     both = answer_of(a_strategy("none", FASTER, windows=FASTER), a_strategy("bucketed", SLOWER, windows=SLOWER))
     assert "windows" not in both.verdict
 

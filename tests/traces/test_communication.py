@@ -387,7 +387,7 @@ def test_a_rank_waits_for_the_ranks_of_its_group():
 
 
 def test_ranks_with_other_messages_cannot_be_compared():
-    with pytest.raises(ValueError, match="starts: rank 1 has not the messages of rank 0"):
+    with pytest.raises(ValueError, match="starts: rank 1 does not have the messages of rank 0"):
         waiting_s([[("a", 1.0)], [("b", 1.0)]])
     with pytest.raises(ValueError, match="rank 1"):
         waiting_s([[("a", 1.0)], []])

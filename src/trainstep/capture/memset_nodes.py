@@ -1,8 +1,8 @@
 """Replaces a captured graph's memsets by kernels, because a memset may wait for copies to other GPUs.
 
-The driver gives a memset of a graph to a copy engine, one of whose channels may also hold copies to other GPUs: by traces of four
-H100s the first memset behind a message waits for them, 0.6 to 2.7 ms (docs/log.md, 2026-11-27). cuBLAS clears 4 bytes before each
-matmul that it splits, three times a block of a model 1,600 wide.
+The driver gives a memset of a graph to a copy engine, and one of its channels may also hold copies to other GPUs. In traces of
+four H100s the first memset behind a message waits for these copies, 0.6 to 2.7 ms (docs/log.md, 2026-11-27). cuBLAS clears 4 bytes
+before each matmul that it splits: three times per block in a model 1,600 wide.
 
 The graph is edited through the CUDA driver's API (docs.nvidia.com/cuda/cuda-driver-api, Graph Management). The kernel is the one
 that `Tensor.fill_` launches, taken from a graph of its own.
@@ -21,7 +21,7 @@ _MEMSET = 2
 _MEMORY = (10, 11)
 """CU_GRAPH_NODE_TYPE_MEM_ALLOC and _FREE: in a graph that has one, the driver removes no node."""
 _MOST_BYTES = 2**31 - 1
-"""Of larger memory `fill_` makes two kernels."""
+"""For more bytes than this, `fill_` launches two kernels."""
 
 
 class Memset(ctypes.Structure):
@@ -158,10 +158,10 @@ class Fills:
         self._kernels: dict[tuple[int, ...], Kernel] = {}
 
     def kernel(self, memset: Memset) -> Kernel:
-        """The kernel of a memset, captured in a small graph: call it on a stream that may capture and does not.
+        """The kernel of a memset, captured in a small graph: call it on a stream that can capture and does not capture now.
 
-        By bytes, whatever the memset's elements are, so that it has one name (traces/kernel_classes.py). RuntimeError if torch
-        does not take the memory.
+        The kernel writes bytes, whatever the memset's elements are, so that it has one name (traces/kernel_classes.py).
+        RuntimeError if torch does not take the memory.
         """
         bytes_ = memset.width * memset.element_bytes
         key = (memset.address, bytes_, memset.value)

@@ -71,13 +71,13 @@ def doctor(
         measured = answers(rows_of([(str(out or ""), record) for record in [*ceilings, *calibrated]]))
     from trainstep.report.kit.answer import plain_answers, print_answers
 
-    found = [*measured, machine_answer(inspection, is_measured=bool(measured))]
+    shown = [*measured, machine_answer(inspection, is_measured=bool(measured))]
     if json:
         from trainstep.report.kit.visible import ascii_json
 
-        print(ascii_json({"answer": plain_answers(found), **inspection}, indent=2))
+        print(ascii_json({"answer": plain_answers(shown), **inspection}, indent=2))
     else:
-        print_answers(found, sys.stdout)
+        print_answers(shown, sys.stdout)
         show(list(sections(inspection)))
     if inspection["problem"]:
         raise ValueError(inspection["problem"])

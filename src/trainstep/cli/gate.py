@@ -265,13 +265,13 @@ def _show(plan: Plan, outcome: Outcome, code: int, notes: Sequence[str], how: Ga
     from trainstep.report.kit.terminal import print_paragraphs, print_tables
     from trainstep.report.kit.visible import ascii_json
 
-    found = (plan, outcome.ending, outcome.judgement, outcome.runs)
+    result = (plan, outcome.ending, outcome.judgement, outcome.runs)
     if how.comment is not None:
-        write_output("comment", how.comment, "markdown", gate_comment(*found, notes))
+        write_output("comment", how.comment, "markdown", gate_comment(*result, notes))
     if how.json:
-        print(ascii_json(gate_plain(*found, notes, code), indent=2))
+        print(ascii_json(gate_plain(*result, notes, code), indent=2))
         return
-    print_answers([gate_answer(*found)], sys.stdout)
+    print_answers([gate_answer(*result)], sys.stdout)
     if outcome.ending.output:
         print_paragraphs(["the end of its output:", *(f"    {line}" for line in outcome.ending.output)], sys.stdout)
     tables = gate_tables(outcome.judgement, outcome.runs)

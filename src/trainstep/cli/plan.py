@@ -78,7 +78,7 @@ def plan(
     tokens
         Also predict the GPU-hours to train on so many tokens.
     grade
-        A file of records or a folder of them: predict each measured step anew and compare. Of tables that others published, as in
+        A file of records or a folder of them: predict each measured step anew and compare. For tables that others published, as in
         results/published, one factor is fitted to the smallest row. Prints Markdown into a file or pipe.
     terms
         Also print the formula of each tensor that forward keeps, with its source, and of each kernel's time; of a model of your own
@@ -173,7 +173,7 @@ def _calibration(
         measured = read_calibration(path)
         if gpu is not None and machine_spec(measured.name) not in (None, gpu_named(gpu)):
             raise ValueError(
-                f"calibration: {path} was measured on {measured.name}, not on {gpu}; leave one of both out"
+                f"calibration: {path} was measured on {measured.name}, not on {gpu}; leave one of the two out"
             )
         return measured
     if peak_tflops is not None and bandwidth is not None:

@@ -1,4 +1,4 @@
-"""`trainstep run`: run somebody's own training script, unchanged, and show where the time of its steps goes."""
+"""`trainstep run`: run a user's training script, unchanged, and show where the time of its steps goes."""
 
 import os
 import shlex
@@ -44,8 +44,8 @@ def split_words(words: Sequence[str]) -> list[str]:
     place = 1
     while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "--"):
         place += 2 if words[place] in _WITH_VALUES else 1
-    ours, theirs = list(words[:place]), list(words[place:])
-    return ours if not theirs else [*ours, *theirs] if theirs[0] == "--" else [*ours, "--", *theirs]
+    ours, script = list(words[:place]), list(words[place:])
+    return ours if not script else [*ours, *script] if script[0] == "--" else [*ours, "--", *script]
 
 
 def run(
@@ -94,7 +94,7 @@ def run(
     no_page
         Write no page.
     inspect_every
-        Inspect each so-manieth step, or 0 for none; by default as many as take one per cent of the time. Only rank 0 inspects.
+        Inspect one step in this many, or 0 for none; by default as many as take one per cent of the time. Only rank 0 inspects.
     quiet
         Show no live line and no answer at the end, only what went wrong.
     tensorboard
@@ -103,7 +103,7 @@ def run(
         Also log the times of steps to this project of trackio.
     apply
         Changes from outside: adamw=fused|trainstep,workers=N,pin_memory=on,batch_size=N,copies=non_blocking,attention=trainstep,
-        compile=module|reduce_overhead,precision=tf32|bf16_autocast,mask=causal,bucket_cap_mb=N,gc=off.
+        ops=trainstep,compile=module|reduce_overhead,precision=tf32|bf16_autocast,mask=causal,bucket_cap_mb=N,gc=off.
     stop_after
         End the script cleanly after so many steps. The losses of the first ten are in the records.
     turn
@@ -143,7 +143,7 @@ def _run_watched(script: Script, session: "_Session", page: Path | None) -> int:
 
 
 class _Session:
-    """What `trainstep run` watches a script with, from the moment at which the script has imported torch."""
+    """Watches a script for `trainstep run`, from the moment at which the script has imported torch."""
 
     def __init__(
         self, identity: ScriptConfig, ranks_here: int, store: Store, here: Environment, *, ours: TextIO, quiet: bool
@@ -160,7 +160,7 @@ class _Session:
         self._trackers: list[TensorBoard | Trackio] = []
         self._trouble = _NO_TORCH
         self.facts: Mapping[str, Fact] = {}
-        """Of every record: with them the script can be started again."""
+        """The facts of every record, with which the script can be started again."""
 
     def begin(
         self,
@@ -246,7 +246,7 @@ class _Session:
         return path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
 
     def say(self, sentence: str) -> None:
-        """A sentence on standard error."""
+        """Print a sentence on standard error."""
         if not self._identity.rank:
             with outliving_reader(self._ours):
                 print(f"trainstep: {one_line(sentence)}", file=self._ours, flush=True)
@@ -255,7 +255,7 @@ class _Session:
 def _steered(
     apply: str | None, stop_after: int | None, turn: int | None
 ) -> tuple[Mapping[str, str], int | None, Turn | None] | None:
-    """The changes, the last step, and the turn; None for a run that goes its own way. ValueError for what cannot be."""
+    """The changes, the last step, and the turn; None for a run without changes or end. ValueError for values that cannot work."""
     if stop_after is not None and stop_after < 1:
         raise ValueError(f"stop_after: must be a number of steps, at least 1, not {stop_after}")
     if apply is None and stop_after is None:

@@ -34,7 +34,7 @@ first call."""
 KERNELS = ("forward", "key_gradients", "query_gradients")
 ARITHMETICS = ("bf16", "fp16", "ieee", "tf32", "tf32x3", "fp16x3")
 KERNEL_TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages", "heads_together")
-"""A tile's numbers, in the order in which tiles are written and of the kernels' TileConfig."""
+"""A tile's numbers, in the order in which tiles are written, which is that of the kernels' TileConfig."""
 TILE_FIELDS = KERNEL_TILE_FIELDS[:4]
 """The numbers that AttentionConfig can set. The number of heads that start together always comes from the table."""
 GENERATED = "generated"

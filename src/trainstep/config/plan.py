@@ -1,4 +1,4 @@
-"""The config of `trainstep plan`: a training step on a GPU, alone or on several ranks, of which nothing runs."""
+"""The config of `trainstep plan`: a training step on one GPU or on several ranks, which is predicted and not run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from trainstep.config.run import DEVICES, RunConfig
 from trainstep.costs.strategies import YARDSTICK
 
 GPUS_PER_NODE = 8
-"""Of most servers."""
+"""The number of GPUs in most servers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ OPS = ("plain", "fused")
 COMPILES = ("none", "block", "model")
 ADAMWS = ("loop", "foreach", "fused", "trainstep")
 RECOMPUTES = ("none", "selective", "narrow", "block")
-"""From what keeps most for backward to what keeps least: training/recompute.py says what each keeps."""
+"""In order, from the mode that keeps most for backward to the one that keeps least (training/recompute.py)."""
 UPDATES = ("after_backward", "in_backward", "by_bucket")
 CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")

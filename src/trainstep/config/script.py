@@ -1,4 +1,4 @@
-"""The config of `trainstep run`: a window of consecutive steps of somebody's own training script, and what --apply changes of it.
+"""The config of `trainstep run`: a window of consecutive steps of a user's training script, and what --apply changes of it.
 
     changes = changes_of_text("adamw=fused,workers=8")      # {"adamw": "fused", "workers": "8"}
     text_of_changes(changes)                                # the same text
@@ -15,22 +15,24 @@ from trainstep.config.run import DEVICES, Phase
 
 
 class Part(StrEnum):
-    """What the thread that trains does at a moment, as its hooks see it. Together the parts are the whole time of a step."""
+    """What the thread that trains does at a moment, as its hooks see it. Together the parts are the whole time of a step.
 
-    DATA = "data_wait"
-    """Inside a DataLoader's iterator, which makes or waits for the next batch."""
-    FORWARD = Phase.FORWARD.value
-    """The outermost module, and what follows it until backward begins: the loss."""
-    BACKWARD = Phase.BACKWARD.value
-    """`loss.backward()`, with the messages that wrappers such as DDP send in it."""
-    OPTIMIZER = Phase.OPTIMIZER.value
-    """`optimizer.step()`, and what stands between it and backward: unscaling, clipping."""
-    EVALUATION = "evaluation"
-    """Forward passes without gradients: evaluation, generation, a teacher."""
-    OTHER = "other"
-    """All other code of the script: preparing a batch, logging, saving."""
+    A part's `__doc__` says what it covers.
+    """
 
-    __hash__ = str.__hash__  # an enum's own is written in Python, and hooks look parts up in every step
+    DATA = "data_wait", "Inside a DataLoader's iterator, which makes or waits for the next batch."
+    FORWARD = Phase.FORWARD.value, "The outermost module, and what follows it until backward begins: the loss."
+    BACKWARD = Phase.BACKWARD.value, "`loss.backward()`, with the messages that wrappers such as DDP send in it."
+    OPTIMIZER = Phase.OPTIMIZER.value, "`optimizer.step()`, and what is between it and backward: unscaling, clipping."
+    EVALUATION = "evaluation", "Forward passes without gradients: evaluation, generation, a teacher."
+    OTHER = "other", "All other code of the script: preparing a batch, logging, saving."
+
+    def __new__(cls, value: str, doc: str = "") -> "Part":
+        part = str.__new__(cls, value)
+        part._value_, part.__doc__ = value, doc
+        return part
+
+    __hash__ = str.__hash__  # an enum's own hash is written in Python, and hooks look parts up in every step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +69,12 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "compile": ("module", "reduce_overhead"),
     "precision": ("tf32", "bf16_autocast"),
     "attention": ("trainstep",),
+    "ops": ("trainstep",),
     "mask": ("causal",),
     "bucket_cap_mb": (),
     "gc": ("off",),
 }
-"""Name -> the values that it takes; none: a positive whole number. docs/guide/run.md says what each does."""
+"""Name -> the values that it takes; without any, a positive whole number. docs/guide/run.md says what each does."""
 _LARGEST = 100_000
 
 

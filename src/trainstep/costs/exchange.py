@@ -39,7 +39,7 @@ class Exchange:
     `compute_element_bytes`: bytes of an element that fsdp gathers and computes with; None: of the parameters' own dtype.
     `in_place`: a bucket's gradients are averaged where they are, not in a copy.
     `shard_ranks`: ranks in a group (costs/rank_groups.py), which has all shards, and averages go across groups; None: all ranks are
-    one group. bucketed, which keeps no shards, averages slices of a bucket so.
+    one group. bucketed, which keeps no shards, averages slices of a bucket this way.
     `micro_batches`: number of batches whose gradients are added before they are averaged. `clips`, `scales_loss`: a small
     message combines the norms of the ranks' shards, or whether a gradient overflowed on any rank.
     """

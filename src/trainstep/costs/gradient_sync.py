@@ -105,7 +105,7 @@ def _in_groups(exchange: Exchange, operation: str, label: str, payload_bytes: in
 
 
 def _across_groups(exchange: Exchange, label: str, payload_bytes: int) -> list[Message]:
-    """The average of a shard over all groups; `payload_bytes`: of the whole."""
+    """The average of a shard over all groups; `payload_bytes`: bytes of the whole, not of the shard."""
     if not exchange.has_groups:
         return []
     name = at_level("all_reduce", Level.ACROSS_GROUPS)

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """Among which ranks a message goes; the words that follow its operation where it is counted: `all_gather in groups`."""
+    """Among which ranks a message goes. The value follows the operation where messages are counted: `all_gather in groups`."""
 
     ALL = ""
     IN_GROUPS = "in groups"

@@ -85,7 +85,7 @@ class Work:
     times: int = 1
     causal: bool = False
     access: str = "contiguous"
-    """How it goes through memory: `broadcast` where an operand is repeated, `strided` where one has gaps or is turned."""
+    """How the call goes through memory: `broadcast` where an operand is repeated, `strided` where one has gaps or is turned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class TracedStep:
     parameters: tuple[ParameterSize, ...]
     buffers_bytes: int
     batch_bytes: tuple[int, ...]
-    """Of each tensor of the batch."""
+    """The bytes of each tensor of the batch."""
     tensors: tuple[TracedTensor, ...]
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]

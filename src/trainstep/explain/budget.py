@@ -7,26 +7,28 @@
 
     measured = busy + exposed + idle             idle = max(0, measured - busy - exposed)
     busy     = sum of groups of kernels          scaled to measured if profiled kernels take longer than that
-    exposed  = as profiled, at most measured - busy: a profiled step is longer than others, and so are its messages
+    exposed  = as profiled, at most measured - busy: a profiler lengthens the step, and its messages with it
     group    = floor of the group + excess       the floor is at most the group's time
 
-A group's excess is what is left of its time above its floor when causes are removed one after the other, in this order:
+A group's excess is its time above its floor. It is divided by removing these causes one after the other, in this order:
 
     clocks         t x (1 - clock / highest clock)               matmuls, if something lowered the clock
     recomputation  t x (1 - P(no recomputation) / P(now))        of each class, P: the class's time by plan
     precision      t x (1 - P(bf16) / P(now))                    matmuls, those of plain attention too
     the rest       matmul shapes, attention kernel, unfused ops, optimizer; casts and host copies have no floor
 
-Each takes at most what is left above the floor, so that the parts add up. Exposed messages are stragglers by the share of the
-messages' time in which the last rank had not joined, and exposed messages for the rest above their floor. Idle time goes to what
-was seen to take time on the host, each at most what is left: data, recompiles, allocator, garbage collector, synchronisations;
-then to another process if one was seen and the host was not busy launching; then to gaps between kernels if a captured step has
-them; the rest is host launches while the host could have been enqueueing: in an eager step all of it, because a device
-without work and without a known wait waits for launches; in a captured step at most what a graph's launch takes at the slow end.
-What then is left is unexplained. Host time of unknown cause on a CPU, between ops, is host launches as well.
+Each cause takes at most what is left above the floor, so that the parts add up. Exposed time of messages is divided by the share of
+the messages' time in which the last rank had not joined: that share is the cause "stragglers". If several backward passes send
+every gradient, the share of all but one is "accumulation sync"; what is left above the floor is "exposed messages". Idle time is
+divided in this order, each cause taking at most what is left: first waits that were seen on the host (data, recompiles, allocator,
+garbage collector, a process that took its core, synchronisations, habits); then another process, if one was seen and the host was
+not busy launching; then, in a captured step, the gaps between kernels; then host launches. In an eager step host launches take all
+that is left, because a device without work and without a known wait waits for launches; in a captured step they take at most what a
+graph's launch takes at the slow end, and the rest is unexplained. On a CPU, host time of unknown cause between ops is host launches
+as well.
 
-Without a calibration or formulas, kernels count as they run: they are floor. Findings are then waits, and habits: ways of computing
-that take longer than another that gives the same, each at most what is left of that floor.
+Without a calibration or formulas no floor is known, so the kernels' time as they run counts as floor. Findings are then waits, and
+habits: ways of computing that take longer than another way with the same result. A habit takes at most what is left of that floor.
 """
 
 from collections.abc import Mapping
@@ -50,7 +52,7 @@ _LAUNCHING = 0.9
 _GRAPH_LAUNCH = 3.0
 """A graph's launch at the slow end: plan/time/step_time.py."""
 _MODELLED = 0.25
-"""Relative deviation of a group that plan divided, and nobody profiled."""
+"""Relative deviation of a group's time where no profile was taken and plan divided the whole."""
 _CALIBRATED = 0.05
 _WORK = (MATMUL, ATTENTION, MEMORY, OPTIMIZER)
 _REST = {
@@ -67,24 +69,24 @@ AS_THEY_RUN = "work as it runs"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An excess with its cause. `change`: fields of a config that remove it; empty where advice is words (causes.py)."""
+    """An excess with its cause. `change`: fields of a config that remove it; empty where the advice is only words (causes.py)."""
 
     cause: str
     excess: Interval
     gain: Interval
-    """What the step gains by the change: by plan where it predicts the changed config, else from nothing to all of the excess."""
+    """What the change gains: as plan predicts for the changed config; without a prediction, from nothing to all of the excess."""
     evidence: str
     """What was seen, in words; `{name}` stands for a time of `times_s`, which the report writes as its tables do."""
     times_s: Mapping[str, float] = field(default_factory=dict)
     change: Mapping[str, Any] = field(default_factory=dict)
     is_taken: bool = False
-    """Whether the config has this change already and every other that is known."""
+    """Whether the config already has this change and every other known one."""
     place: Place | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The sum. `floor`: seconds by part. `findings`: the longest excess first."""
+    """A step's time as a sum. `floor`: seconds by part. `findings`: the longest excess first."""
 
     measured_s: float
     floor: Mapping[str, float]
@@ -98,7 +100,7 @@ class Budget:
     to_see_more: str = ""
     """What shows more of the step, in words."""
     as_they_run_s: Mapping[str, float] = field(default_factory=dict)
-    """Group of kernels -> its time in the part `work as it runs`; empty where nobody looked."""
+    """Group of kernels -> its time in the part `work as it runs`; empty without a profile of a device."""
 
     @property
     def floor_s(self) -> float:
@@ -167,7 +169,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
 
 
 class _Parts:
-    """The sum while it is made: `groups` of busy time, `floor` by part, `excess` by cause, `words` of evidence by cause."""
+    """The budget under construction: `groups` of busy time, `floor` by part, `excess` by cause, `words` of evidence by cause."""
 
     def __init__(self, evidence: Evidence, calibration: Calibration | None) -> None:
         self.evidence = evidence
@@ -180,7 +182,7 @@ class _Parts:
         self.notes: list[str] = []
         self.unexplained_s = 0.0
         self.against_other: set[str] = set()
-        """Causes whose excess is over what another way of computing takes."""
+        """Causes whose excess is measured against another way of computing, not against a floor."""
         self.calibration = calibration
         self.config = evidence.config
         self.predicted: StepTime | None = None
@@ -193,7 +195,7 @@ class _Parts:
         self._predict(self.config, calibration)
 
     def _predict(self, config: RanksConfig, calibration: Calibration) -> None:
-        """Plan's step and floor; of a strategy without formulas those of a rank that trains for itself."""
+        """Predict the step and its floor by plan; for a strategy without formulas, those of one rank that trains alone."""
         try:
             self.predicted = step_time(config, calibration)
             self.least = floor_of(config, calibration, self.predicted)
@@ -207,7 +209,7 @@ class _Parts:
             self._predict(self.config, calibration)
 
     def add(self, cause: str, excess_s: float, words: str, **times_s: float) -> None:
-        """Add to the cause's excess; of its first, `words` are kept, in which `{name}` stands for a time of `times_s`."""
+        """Add to the cause's excess. Only its first `words` are kept; `{name}` in them stands for a time of `times_s`."""
         self.excess[cause] = self.excess.get(cause, 0.0) + excess_s
         if excess_s > 0 and cause not in self.words:
             self.words[cause], self.times[cause] = words, times_s
@@ -220,7 +222,7 @@ class _Parts:
         return expected_share(cause, measured_against_other=cause in self.against_other)
 
     def half_width_s(self, cause: str, excess_s: float) -> float:
-        """90 % of normal errors: of the steps' times, and of the division of device time."""
+        """Half of a 90 % interval for normal errors: of the steps' times, and of the division of device time."""
         modelled = not self.profiled and cause in _REST.values()
         relative = (self.evidence.spread**2 + (_MODELLED if modelled else _CALIBRATED) ** 2) ** 0.5
         return float(1.64 * relative) * max(excess_s, 0.1 * self.evidence.measured_s)
@@ -228,17 +230,17 @@ class _Parts:
     # Busy time
 
     def known_work_s(self) -> float:
-        """Busy time as profiled, as a whole, or as predicted. A profiled step is longer than others, and so are its messages."""
+        """Busy time: as profiled; else on a CPU the phases' times, on a GPU the measured whole or else the prediction."""
         if self.evidence.work:
             return sum(self.evidence.work.values())
-        if not self.evidence.on_device:  # phases are timed on the host, and contain what of messages they wait for
+        if not self.evidence.on_device:  # phases are timed on the host, so they include their waits for messages
             return sum(self.evidence.phases_s.values())
         if self.evidence.busy_s is not None or self.predicted is None:
             return self.evidence.busy_s or 0.0
         return sum(self.predicted.classes[name] for name in _WORK)
 
     def divide_work(self, room_s: float) -> None:
-        """Groups of kernels -> floor and excesses. `room_s`: what the step has beside exposed messages."""
+        """Divide the groups of kernels into floor and excesses. `room_s`: the step's time without exposed messages."""
         self.groups = self._groups(room_s)
         for group, time_s in self.groups.items():
             if not self.least and group not in (OVERHEAD, HOST_COPIES):
@@ -257,7 +259,7 @@ class _Parts:
                 self.add(habit.cause, cut_s, habit.what)
 
     def _groups(self, room_s: float) -> dict[str, float]:
-        """Busy time by group: profiled, else a known whole divided as plan does, else as plan predicts it."""
+        """Busy time by group: as profiled, else the measured whole divided in plan's proportions, else as plan predicts it."""
         evidence = self.evidence
         if evidence.work:
             groups = dict(evidence.work)
@@ -300,32 +302,32 @@ class _Parts:
         self.add(_REST[group], left_s, words, takes=left_s + floor_s, least=self.floor[part])
 
     def _removals(self, group: str) -> list[tuple[str, float, str]]:
-        """Causes with the share of the group's time that each removes, one after the other."""
-        found, evidence = [], self.evidence
+        """The causes to remove from a group, in order: name, share of the group's remaining time, words of evidence."""
+        removals, evidence = [], self.evidence
         if group == MATMUL and evidence.clock < 1:
             words = f"the clock was {evidence.clock:.0%} of the highest: {evidence.throttle}"
-            found.append(("clocks", 1 - evidence.clock, words))
+            removals.append(("clocks", 1 - evidence.clock, words))
         if self.config is None or self.predicted is None or self.calibration is None:
-            return found
+            return removals
         run, now = self.config.run, self.predicted
         part = MATMUL if group == ATTENTION_MATMUL else group
         if run.recompute != "none" and part in now.classes:
             without = changed(self.config, {"recompute": "none", **ALL_BLOCKS}, self.calibration)
             if without is not None and now.classes[part]:
                 share = 1 - without.classes[part] / now.classes[part]
-                found.append(("recomputation", max(0.0, share), f"blocks recompute in mode {run.recompute}"))
+                removals.append(("recomputation", max(0.0, share), f"blocks recompute in mode {run.recompute}"))
         dtypes = {line.dtype for line in now.lines if line.what == MATMUL}
         if part == MATMUL and dtypes.isdisjoint(SIXTEEN_BITS):
             sixteen = changed(self.config, {"precision": "bf16_autocast"}, self.calibration)
             if sixteen is not None and now.classes[MATMUL]:
                 share = 1 - sixteen.classes[MATMUL] / now.classes[MATMUL]
-                found.append(("precision", max(0.0, share), f"matmuls are computed in {', '.join(sorted(dtypes))}"))
-        return found
+                removals.append(("precision", max(0.0, share), f"matmuls are computed in {', '.join(sorted(dtypes))}"))
+        return removals
 
     # Messages
 
     def divide_messages(self, exposed_s: float) -> None:
-        """Exposed time -> floor, stragglers and exposed messages."""
+        """Divide exposed time into floor, stragglers, gradients sent in every pass, and exposed messages."""
         if not exposed_s:
             return
         late_s = exposed_s * self.evidence.late_share
@@ -347,14 +349,14 @@ class _Parts:
         counted = f", counted as {self.evidence.message_dtype}" if self.evidence.message_dtype else ""
         sizes = f" in {count:,} messages of {nbytes / count / 2**20:.3g} MiB on average{counted}" if count else ""
         words = f"nothing is computed for {{exposed}} while messages are in flight{sizes}"
-        if not self.evidence.on_device:  # which counts what their threads take from computing
+        if not self.evidence.on_device:  # exposed time on a CPU counts what the sending threads take from computing
             words = f"messages take {{exposed}} from computing{sizes}"
         self.add("exposed_messages", exposed_s - late_s - floor_s, words, exposed=exposed_s)
 
     # Idle time
 
     def divide_idle(self, idle_s: float) -> float:
-        """Idle time -> waits of the host, in the order of the note. Returns what is left unexplained."""
+        """Divide idle time among the host's waits, in the order of the note. Returns the unexplained rest."""
         evidence, left_s = self.evidence, idle_s
         for cause, time_s, words in (
             ("data", evidence.data_s, "the step waits {time} for its batch"),

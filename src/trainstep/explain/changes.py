@@ -1,6 +1,6 @@
-"""Cause -> the change of a config that removes it: the first of an ordered list that the config has not taken yet.
+"""Maps a cause to the config change that removes it: the first of an ordered list that the config does not have yet.
 
-change_of(config, "optimizer")     # ({"adamw": "fused"}, False) of a loop, ({"adamw": "trainstep"}, False) of a fused one
+change_of(config, "optimizer")     # ({"adamw": "fused"}, False) if adamw is loop, ({"adamw": "trainstep"}, False) if it is fused
 changes_of(config)                 # every change that a proof can try, with its cause
 """
 
@@ -32,25 +32,25 @@ _ALSO: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"sync": "sharded_flat"},
     ),
 }
-"""Cause -> changes that a proof tries besides: they help some steps and not others, so that only a measurement can tell."""
+"""Cause -> further changes that a proof tries: they help only some steps, and only a measurement can tell which."""
 _AS_GOOD: Mapping[tuple[str, str], Sequence[str]] = {
     ("compile", "block"): ("model",),
     ("precision", "bf16_master"): ("fp32", "tf32", "bf16"),  # only autocast converts weights in each forward pass
     ("adamw", "fused"): ("trainstep",),
     ("attention", "sdpa"): ("sdpa_flash", "sdpa_cudnn"),
 }
-"""A change -> other values of its field with which it is not to be advised."""
+"""A change (field, value) -> other values of the field that make the change superfluous."""
 ALL_BLOCKS: Mapping[str, Any] = {"recompute_every": 1, "narrow_blocks": 0}
-"""Every block recomputes alike: the values without which recompute none is refused."""
+"""Fields that `recompute none` requires: with other values a config refuses it."""
 MANY_MESSAGES = ("naive", "overlapped")
-"""Strategies with a message for each gradient, which buckets send in less time."""
+"""Strategies that send a message for each gradient; buckets take less time."""
 _WITHOUT_BUCKETS = (*MANY_MESSAGES, "flat")
 
 
 def change_of(config: RanksConfig | None, cause: str) -> tuple[dict[str, Any], bool]:
-    """The fields that remove the cause, and whether the config has all such changes already, of which it is then the last.
+    """The fields that remove the cause, and whether the config already has all such changes; the fields are then the last of them.
 
-    No fields where there are only words, or the config refuses every change.
+    The fields are empty where the advice is only words, or where the config refuses every change.
     """
     if config is None:
         return {}, False
@@ -73,9 +73,9 @@ def change_of(config: RanksConfig | None, cause: str) -> tuple[dict[str, Any], b
 def changes_of(config: RanksConfig) -> list[tuple[str, dict[str, Any]]]:
     """Every change that the config has not taken, with the first cause that it removes; each set of fields once.
 
-    Also those that the config refuses, because a reader asks why they are missing. Strategies are for several ranks.
+    Changes that the config refuses are included, so that a reader sees why they are not tried. Strategies need several ranks.
     """
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    by_fields: dict[str, tuple[str, dict[str, Any]]] = {}
     for cause in (*_CHANGES, *_ALSO):
         for change in (*_CHANGES.get(cause, ()), *_ALSO.get(cause, ())):
             if cause == "exposed_messages":
@@ -86,12 +86,12 @@ def changes_of(config: RanksConfig) -> list[tuple[str, dict[str, Any]]]:
                 fields |= {"adamw": "fused"}
             fields |= _of_recompute(config.run, fields)
             if fields:
-                found.setdefault(str(sorted(fields.items())), (cause, fields))
-    return list(found.values())
+                by_fields.setdefault(str(sorted(fields.items())), (cause, fields))
+    return list(by_fields.values())
 
 
 def _of_recompute(run: RunConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What must change with recompute none: which blocks recompute."""
+    """The fields that must change together with `recompute none`."""
     if fields.get("recompute") != "none":
         return {}
     return {name: value for name, value in ALL_BLOCKS.items() if getattr(run, name) != value}
@@ -110,7 +110,7 @@ def _is_taken(run: RunConfig, change: Mapping[str, str]) -> bool:
 
 
 def _is_valid(run: RunConfig, fields: Mapping[str, Any]) -> bool:
-    of_run = {name: value for name, value in fields.items() if name != "sync"}  # a run's own sync is when it is timed
+    of_run = {name: value for name, value in fields.items() if name != "sync"}  # a run's `sync` says when it is timed
     try:
         replace(run, **of_run)
     except ValueError:

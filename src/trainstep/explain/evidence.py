@@ -1,10 +1,10 @@
-"""What was measured of a step, taken from a record of bench, profile, parallel or numerics, in seconds per step.
+"""The measurements of a step, in seconds per step, from a record of bench, profile, parallel or numerics.
 
     evidence = evidence_of(record)
     evidence.measured_s, evidence.work["matmul"], evidence.data_s
 
-Device time is from a profile, because a profiler does not slow kernels. Where a record has none, `work` is empty, and the budget
-divides the busy time as plan does. script_evidence.py takes the same from a run of somebody's script.
+Device time is from a profile, because a profiler does not slow kernels. Where a record has no profile, `work` is empty, and the
+budget divides the busy time as plan does. script_evidence.py makes the same evidence from a run of somebody's script.
 """
 
 import statistics
@@ -19,12 +19,12 @@ from trainstep.traces.kernel_classes import ATTENTION, COMMUNICATION, COPIES, ID
 
 MEMORY, CASTS, HOST_COPIES = "memory-bound", "casts", "host copies"
 ATTENTION_MATMUL = "attention matmuls"
-"""Groups of device time beside those of traces/kernel_classes.py. Plain attention's matmuls are apart from its other kernels."""
+"""Groups of device time besides those of traces/kernel_classes.py. Plain attention's matmuls are a group of their own."""
 _ONLY_OUTSIDE = "outside phases"
 _HOST_COPY = ("Memcpy HtoD", "Memcpy DtoH")
 _IN_ATTENTION = ("attention scores", "attention softmax", "attention values")
 _BUSY_GPU, _BUSY_CPU = 0.05, 0.5
-"""Shares used by others from which they are named."""
+"""Other processes are named if they used more than this share."""
 _FULL_CLOCK = 0.98
 _PHASES = ("forward", "backward", "optimizer")
 
@@ -43,9 +43,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Habit:
-    """A way of computing that costs more than another that gives the same (traces/patterns). `excess_s`: what the other saves of
-    the device's time, on a CPU of the step; `gap_s`: idle time of the device before its kernels; `group`: the kernels that it
-    makes longer."""
+    """A way of computing that costs more than another with the same result (traces/patterns).
+
+    `excess_s`: device time that the other way saves (on a CPU, step time). `gap_s`: idle time of the device before its kernels.
+    `group`: the kernels that it makes longer.
+    """
 
     cause: str
     excess_s: float
@@ -56,15 +58,15 @@ class Habit:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A measured step; all times are seconds per step, and 0 is nothing seen."""
+    """A measured step; all times are seconds per step, and 0 where nothing was seen."""
 
     measured_s: float
     spread: float = 0.0
-    """Relative deviation of the step's time: half of its middle half, over the median."""
+    """Relative deviation of the step's time: half the interquartile range over the median."""
     on_device: bool = True
-    """Whether kernels run apart from the host; on a CPU ops are the work, and time between them the host's."""
+    """Whether kernels run on a GPU. On a CPU the ops are the work, and the time between them is the host's."""
     work: Mapping[str, float] = field(default_factory=dict)
-    """Busy time by group, without messages; empty if nobody looked."""
+    """Busy time by group, without messages; empty without a profile."""
     busy_s: float | None = None
     """Busy time without messages, where it is known only as a whole."""
     exposed_s: float = 0.0
@@ -74,9 +76,9 @@ class Evidence:
     messages: int = 0
     message_bytes: float = 0.0
     message_fixed_s: float = 0.0
-    """Time of a message beside that of its bytes; 0 if unknown."""
+    """Fixed time of a message, whatever its bytes; 0 if unknown."""
     message_dtype: str = ""
-    """The dtype that is assumed in `message_bytes`; empty where bytes are known."""
+    """The dtype assumed in `message_bytes`; empty where the bytes are known."""
     data_s: float = 0.0
     blocked_s: float = 0.0
     """Host time in calls that wait for the device."""
@@ -91,14 +93,14 @@ class Evidence:
     others: str = ""
     """Who else used the machine, in words."""
     contended_s: float = 0.0
-    """Time in which others had the core that the step could have used."""
+    """Time in which other processes had the core or GPU that the step could have used."""
     habits: tuple[Habit, ...] = ()
     synchronised_passes: int = 1
     """Backward passes of a step that each sent every gradient."""
     config: RanksConfig | None = None
-    """None of a model that plan has no formulas for."""
+    """None for a step that plan cannot predict: on a CPU, of a script or a trace, or of a model without formulas."""
     places: Mapping[str, Place] = field(default_factory=dict)
-    """Cause -> where in the user's code."""
+    """Cause -> where it was seen in the user's code."""
     notes: tuple[str, ...] = ()
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase of the step, where they were measured."""
@@ -149,9 +151,9 @@ def evidence_of(record: Record) -> Evidence:
 def work_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Device time by group from a profile's tables; each kernel is in one group.
 
-    Kernels of the phase `optimizer` are the optimizer's, whatever their class. Plain attention's parts (table `attention`) are
-    attention's: its matmuls are taken out of the class matmul, the rest out of softmax, element-wise and copies. Copies that are
-    left are casts, or copies between host and device.
+    Kernels of the phase `optimizer` count for the optimizer, whatever their class. The parts of plain attention (table `attention`)
+    count for attention: its matmuls are taken out of the class matmul, the rest out of softmax, element-wise and copies. The
+    remaining copies are casts, or copies between host and device.
     """
     groups: dict[str, float] = {}
     for row in rows_of(tables.get("classes")):
@@ -180,7 +182,7 @@ def work_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def with_copies_as_casts(work: Mapping[str, float]) -> dict[str, float]:
-    """The groups with all copies as casts: those from pinned memory may be hidden, and others are a habit."""
+    """The groups with host copies counted as casts: copies from pinned memory may be hidden, and the others are a habit."""
     groups = dict(work)
     if HOST_COPIES in groups:
         groups[CASTS] = groups.get(CASTS, 0.0) + groups.pop(HOST_COPIES)
@@ -188,7 +190,7 @@ def with_copies_as_casts(work: Mapping[str, float]) -> dict[str, float]:
 
 
 def taken_from(groups: Mapping[str, float], first: str, time_s: float) -> dict[str, float]:
-    """The groups without this time, which is taken from `first` and, where that is shorter, from the others, the longest first."""
+    """The groups less `time_s`, which is taken from `first`, and what `first` lacks from the other groups, longest first."""
     left = {first: 0.0, **dict(sorted(groups.items(), key=lambda item: -item[1]))}
     for group in left:
         cut_s = min(time_s, left[group])
@@ -198,7 +200,7 @@ def taken_from(groups: Mapping[str, float], first: str, time_s: float) -> dict[s
 
 
 def rows_of(columns: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The rows of a stored table; none of one that is absent or empty."""
+    """The rows of a stored table; none if it is absent or empty."""
     for values in zip(*columns.values(), strict=True) if columns else ():
         yield dict(zip(columns or (), values, strict=True))
 
@@ -212,7 +214,7 @@ def spread_of(times: tuple[float, ...]) -> float:
 
 
 def _step_times(record: Record) -> tuple[float, ...]:
-    """Windows of steps where there are some, because steps run into each other there as in training."""
+    """Times of steps: from windows of steps if the record has them, because steps overlap there as in training."""
     for name in ("window_step", "step"):
         samples = record.samples.get(name)
         if samples is not None and min(samples.values, default=0.0) > 0:
@@ -228,8 +230,10 @@ def _median(record: Record, name: str) -> float | None:
 
 
 def _retries_s(record: Record, measured_s: float) -> float:
-    """What the allocator adds where it asked the driver for memory in the median step: the slow step after an emptied cache is
-    the only measure of it that a bench has."""
+    """Seconds that the allocator adds if it asked the driver for memory in the median step.
+
+    A bench measures them only by the slow step after an emptied cache.
+    """
     after_s = record.fact("reallocated_step_s")
     if not after_s or not (record.fact("allocation_retries") and _median(record, "device_allocations")):
         return 0.0

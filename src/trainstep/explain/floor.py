@@ -1,16 +1,16 @@
-"""What a step needs at least on a calibrated machine, and what plan says of its work: the budget's two yardsticks.
+"""The least time that a step needs on a calibrated machine, and the step that plan predicts after a change.
 
     floor_of(config, calibration)              # {"matmul": s, "attention": s, "memory-bound": s, "optimizer": s, "messages": s}
 
-The floor is of the same mathematics computed best: each class's work at the ceiling that the calibration measured.
+The floor is the time of the same mathematics computed in the best way: each class's work at the ceiling that was calibrated.
 
     matmul         model FLOPs without recomputation / the highest rate of 16-bit matmuls
     attention      FLOPs of the causal triangle, 2 matmuls forward and 5 backward / the same rate
     memory-bound   bytes of the compiled step in bf16_autocast / bandwidth of large contiguous kernels
     optimizer      AdamW's bytes in one pass over what this rank updates / that bandwidth
-    messages       what the transfer of all payloads, in buckets, takes longer than the backward that can hide it
+    messages       transfer of all payloads, in buckets, less the backward that can hide it
 
-No launch, no gap, no partly filled wave of tiles is in it, so that no step reaches it.
+It includes no launches, no gaps and no partly filled waves of tiles, so no step reaches it.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ SIXTEEN_BITS = ("bf16", "fp16")
 
 
 def floor_of(config: RanksConfig, calibration: Calibration, predicted: StepTime) -> dict[str, float]:
-    """Seconds that each class of work takes at least. ValueError for what has no formulas. `predicted`: of the same config."""
+    """The least seconds for each class of work. ValueError without formulas. `predicted`: the predicted step of the same config."""
     run = config.run
     model = model_of(run)
     rate = max(speed.flops_per_s for name, speed in calibration.matmuls.items())
@@ -80,7 +80,7 @@ def check_calibration(calibration: Calibration, *, device: str, gpu: str | None,
 
 
 def reference(run: RunConfig) -> RunConfig:
-    """The same mathematics, compiled, in 16-bit matmuls, without recomputation: what the memory-bound floor counts the bytes of."""
+    """The config whose bytes are the memory-bound floor: the same mathematics, compiled, 16-bit matmuls, no recomputation."""
     precision = run.precision if run.precision in ("bf16", "fp16_autocast", "bf16_master") else "bf16_autocast"
     return replace(
         run,
@@ -99,7 +99,7 @@ def reference(run: RunConfig) -> RunConfig:
 
 
 def changed(config: RanksConfig, fields: Mapping[str, Any], calibration: Calibration) -> StepTime | None:
-    """The predicted step with these fields of its run or its strategy (`sync`) changed; None where refused or without formulas."""
+    """The predicted step with these fields of its run or its strategy (`sync`) changed; None if refused or without formulas."""
     of_sync = {"name" if name == "sync" else name: value for name, value in fields.items() if name in STRATEGY_FIELDS}
     of_run = {name: value for name, value in fields.items() if name not in STRATEGY_FIELDS}
     try:

@@ -1,4 +1,4 @@
-"""What a change gains, with an interval."""
+"""The time that a change gains, with an interval."""
 
 import math
 
@@ -6,26 +6,29 @@ from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import StepTime
 
 _EXPECTED = 0.5
-"""Share of an excess that a change gains if nobody can predict it: the middle between nothing and all."""
+"""Share of an excess that a change gains if it cannot be predicted: the middle between nothing and all."""
 _KNOWN = frozenset(
     ("data", "recompiles", "garbage_collector", "allocator", "another_process", "accumulation_sync", "synchronisations")
 )
-"""Waits, of which a change leaves nothing: batches come in time, nothing is compiled again, and so on."""
+"""Waits that a change removes entirely: batches come in time, nothing is compiled again, and so on."""
 _BUCKET_BYTES = 25 * 2**20
 _MANY_PER_BUCKET = 2
-"""From so many messages in place of one bucket on, buckets are what is missing."""
+"""Number of messages per bucket from which on buckets would help."""
 
 
 def expected_share(cause: str, *, measured_against_other: bool) -> float:
-    """The share of a cause's excess that its change should gain where plan does not predict it: all of a wait, and all of an excess
-    over what another way of computing takes; else half."""
+    """The share of a cause's excess that its change should gain, where plan does not predict it.
+
+    All of a wait, and all of an excess measured against another way of computing; else half.
+    """
     return 1.0 if cause in _KNOWN or measured_against_other else _EXPECTED
 
 
 def merged_share(messages: int, nbytes: float, fixed_s: float, exposed_s: float) -> float:
-    """The share of exposed messages' time that the same bytes in buckets should gain; `_EXPECTED` if they are few or large already.
+    """The share of exposed messages' time that buckets should gain; `_EXPECTED` if the messages are already few or large.
 
-    Beside their bytes, n messages take n f, f the fixed time of one, and k buckets k f: (n - k) f is gained, at most all.
+    With the fixed time f of a message, n messages take n f beside their bytes and k buckets take k f, so (n - k) f is gained, at
+    most all.
     """
     buckets = max(1, math.ceil(nbytes / _BUCKET_BYTES))
     if messages < _MANY_PER_BUCKET * buckets or not exposed_s:
@@ -42,10 +45,10 @@ def gain_of(
     is_taken: bool = False,
     expected: float = _EXPECTED,
 ) -> Interval:
-    """The gain of a change whose step plan predicts, else of one of which nothing but the excess is known.
+    """The gain of a change: predicted by plan if both steps are known, else estimated from the excess.
 
-    Predicted: `predicted_gain`, at least nothing. Else: the share `expected` of the excess, from nothing to all of it; nothing
-    where the known change is taken already.
+    Predicted: `predicted_gain`, but not below 0. Estimated: the share `expected` of the excess, with an interval from nothing to
+    all of it. A change that is already taken gains nothing.
     """
     if is_taken:
         return Interval(time_s=0.0, low_s=0.0, high_s=excess_s)
@@ -58,10 +61,10 @@ def gain_of(
 def predicted_gain(
     measured_s: float, now: StepTime | None, after: StepTime | None, *, work: float = 1.0
 ) -> Interval | None:
-    """measured x (1 - after / now), below 0 for a slower step; None where plan does not predict both.
+    """measured x (1 - after / now), below 0 for a slower step; None unless plan predicts both.
 
-    Errors of both are alike, and those of the ratio are taken as the wider one's half width. `work`: tokens of the changed step
-    over those of this one; the gain is then of the time that the same tokens take.
+    The errors of both predictions are alike, so the ratio gets the wider half width of the two. `work`: tokens of the changed step
+    over those of this one; the gain then compares the times for the same tokens.
     """
     if now is None or after is None or not now.step.time_s:
         return None

@@ -1,8 +1,8 @@
-"""A proof of predicted gains: what is tried, what became of it, and what to take.
+"""A proof of predicted gains: the changes tried, their results, and the options to take.
 
     proof.singles[0].measured(proof.measured_s), proof.helped, proof.together, proof.chosen
 
-explain/prove.py makes it, report/explain/proof.py shows it.
+explain/prove.py makes a proof, report/explain/proof.py shows it.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ TOGETHER, AGAIN = "all changes that helped, together", "a second time"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A change to try. `gain`: as predicted, None if it is not. `refusal`: why it is not tried; empty if it is."""
+    """A change to try. `gain`: the predicted gain, None without a prediction. `refusal`: why it is not tried; empty if it is."""
 
     fields: Mapping[str, Any]
     cause: str = ""
@@ -31,40 +31,40 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A change and what became of it."""
+    """A change that was tried, with its result."""
 
     candidate: Candidate
     step: Step
 
     @property
     def has_interval(self) -> bool:
-        """Whether it was compared in enough pairs."""
-        known = self.step.comparison
-        return known is not None and known.low is not None and known.high is not None
+        """Whether the change was compared in enough pairs for an interval."""
+        comparison = self.step.comparison
+        return comparison is not None and comparison.low is not None and comparison.high is not None
 
     @property
     def highest(self) -> float | None:
-        """The highest ratio that is likely: the interval's end, or the slowest pair of a comparison that the budget ended."""
-        known = self.step.comparison
-        if known is None:
+        """The highest likely ratio: the interval's high end, or the slowest pair of a comparison that the budget ended."""
+        comparison = self.step.comparison
+        if comparison is None:
             return None
-        return max(known.each) if known.is_cut_off and known.n > 1 else known.high
+        return max(comparison.each) if comparison.is_cut_off and comparison.n > 1 else comparison.high
 
     def measured(self, measured_s: float) -> Interval | None:
-        """The measured gain of a step that takes `measured_s`, with the comparison's 99 % interval; of no width without one."""
-        known = self.step.comparison
-        if known is None or known.ratio is None:
+        """The measured gain on a step of `measured_s`, with the comparison's 99 % interval; without one, of no width."""
+        comparison = self.step.comparison
+        if comparison is None or comparison.ratio is None:
             return None
-        low, high = (known.ratio if end is None else end for end in (known.low, known.high))
+        low, high = (comparison.ratio if end is None else end for end in (comparison.low, comparison.high))
         return Interval(
-            time_s=measured_s * (1 - known.ratio), low_s=measured_s * (1 - high), high_s=measured_s * (1 - low)
+            time_s=measured_s * (1 - comparison.ratio), low_s=measured_s * (1 - high), high_s=measured_s * (1 - low)
         )
 
     def held(self, measured_s: float) -> str:
         """Whether the predicted interval holds the measured gain.
 
-        `yes` if the gain is inside, `no` if even its whole interval is outside, else `cannot tell`, also where the gain has no
-        interval; empty if either is unknown.
+        `yes` if the gain is inside, `no` if its whole interval is outside, else `cannot tell`, as for a gain without an interval;
+        empty if either is unknown.
         """
         predicted, gain = self.candidate.gain, self.measured(measured_s)
         if predicted is None or gain is None:
@@ -78,26 +78,26 @@ class Tried:
 
 @dataclass(kw_only=True)
 class Proof:
-    """The proof so far. `measured_s`: the explained step's time, of which gains are parts."""
+    """The proof so far. `measured_s`: the explained step's time, to which gains are relative."""
 
     start: Options
     measured_s: float
     start_s: float | None = None
-    """The fastest step of the original's trial; None until two runs of it have shown that changes can be checked."""
+    """The fastest step in the original's trial; None until two runs of the original have shown that changes can be checked."""
     spread: float | None = None
-    """Relative difference of the losses of two runs of the original."""
+    """Relative difference between the losses of two runs of the original."""
     trouble: str = ""
     """Why nothing can be tried from this start."""
     unchecked: str = ""
-    """Why losses tell nothing, where changes are tried all the same."""
+    """Why losses cannot be compared, if changes are tried nevertheless."""
     singles: list[Tried] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
-    """What the budget left, or what a dry run would measure."""
+    """Changes for which the budget left no time, or which a dry run would measure."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    """Changes that helped or may and are not in `together`, with the reason."""
+    """Changes that helped or may help but are not in `together`, with the reason."""
     together: Tried | None = None
     again: list[Tried] = field(default_factory=list)
-    """Second comparisons of changes alone, where `together` is not what to take, until one confirms its change."""
+    """Second comparisons of single changes, made if `together` is not to be taken, until one confirms its change."""
 
     @property
     def helped(self) -> list[Tried]:
@@ -107,29 +107,28 @@ class Proof:
 
     @property
     def promising(self) -> list[Tried]:
-        """The changes that may help, without the verdict `faster`, the fastest first.
+        """The changes that may help but lack the verdict `faster`, the fastest first.
 
-        Those that were faster in all of their rounds, at least two, before the budget ended them; and those that are faster for
-        sure, by less than the least effect. They are measured with those that helped: the comparison of all together has all of
-        its pairs.
+        These are changes that were faster in every round (at least two) before the budget ended their comparison, and changes that
+        are surely faster but by less than the minimum effect. They join the comparison of all together, which has all its pairs.
         """
-        found = [
+        uncertain = [
             tried for tried in self.singles if not tried.step.kept and tried.highest is not None and tried.highest < 1
         ]
-        return sorted(found, key=lambda tried: ratio_of(tried.step))
+        return sorted(uncertain, key=lambda tried: ratio_of(tried.step))
 
     @property
     def may_join(self) -> list[Tried]:
-        """What helped and what may, the fastest first."""
+        """The changes that helped or may help, the fastest first."""
         return sorted([*self.helped, *self.promising], key=lambda tried: ratio_of(tried.step))
 
     @property
     def best(self) -> Tried | None:
-        """What to take: all together, unless one alone is clearly faster; None if nothing helped for sure.
+        """The change to take: all together, unless a single one is clearly faster; None if nothing surely helped.
 
-        One alone was the fastest of several comparisons, which chance may choose, so a second one must confirm it.
+        The fastest of several comparisons may be so by chance, so a second comparison must confirm a single change.
         """
-        if self.together is None:  # not yet: what seems best
+        if self.together is None:  # not measured yet: take the change that seems best
             return next(iter(self.helped), None)
         if self.takes_all:
             return self.together
@@ -139,7 +138,7 @@ class Proof:
 
     @property
     def takes_all(self) -> bool:
-        """Whether all together are faster, and none alone is clearly faster than they."""
+        """Whether all changes together are faster than the original, and no single change is clearly faster than all together."""
         first, whole = next(iter(self.may_join), None), self.together
         if whole is None or not whole.step.kept or first is None:
             return False
@@ -149,7 +148,10 @@ class Proof:
 
     @property
     def unconfirmed(self) -> list[Tried]:
-        """What helped or may and was compared once, the fastest first; `together` of one change is its second time."""
+        """The changes that helped or may help and were compared only once, the fastest first.
+
+        If `together` has a single change, that is its second comparison.
+        """
         twice = [tried.candidate.fields for tried in (*self.again, *([self.together] if self.together else []))]
         return [tried for tried in self.may_join if tried.candidate.fields not in twice]
 
@@ -160,6 +162,6 @@ class Proof:
 
 
 def ratio_of(step: Step) -> float:
-    """The step's ratio to the original's; 1 where it was not compared."""
-    known = step.comparison
-    return known.ratio if known is not None and known.ratio is not None else 1.0
+    """The step's time over the original's; 1 if it was not compared."""
+    comparison = step.comparison
+    return comparison.ratio if comparison is not None and comparison.ratio is not None else 1.0

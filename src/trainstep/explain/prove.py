@@ -5,13 +5,13 @@
     proof = prove(start, tried, budget.measured_s, predict, key_of=..., trial=..., compare=..., reserve=...)
     proof.singles[0].measured(proof.measured_s), proof.chosen
 
-The callbacks measure (measure/harness/lab.py); tests give them numbers. As in the search of a preset, a change costs a trial first,
-whose losses must be the original's but for rounding (plan/trials.py has the rule). Unlike there, each change is compared with the
-original and not with the best so far, because that is what was predicted.
+The callbacks measure (measure/harness/lab.py); in tests they return given numbers. As in the search of a preset, each change first
+gets a trial, whose losses must equal the original's up to rounding (plan/trials.py has the rule). Unlike there, each change is
+compared with the original and not with the best so far, because gains were predicted against the original.
 
-[Note: a changed loss] A change of precision moves the losses lawfully, and one of the batch trains on other batches, so both are
-tried only if the user allows them. With another batch size the losses of the original say nothing: they must be finite, and what is
-combined with that batch must have the losses of that batch alone. Its step is compared by the time per token.
+[Note: a changed loss] A new precision changes the losses legitimately, and a new batch size trains on other batches, so both are
+tried only if the user allows them. With another batch size the original's losses are no reference: the losses must only be finite,
+and a combination with that batch size must have the losses of that batch size alone. Steps are then compared by the time per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,15 +46,15 @@ _BATCH = "batch_size"
 _BATCH_CAUSE = "matmul_shapes"  # its page advises more tokens in a batch
 _UNGRAPHED = "a CPU has no CUDA graphs: a captured step is replayed there operator by operator, and nothing is gained"
 _ALWAYS = ("batch_size", "context", "device")
-"""Fields that the start names even where they are defaults."""
+"""Fields that the start's options always name, even at their defaults."""
 _NEVER = ("keep_trace", "nvtx", "cold_compile")
 
 Predict = Callable[[Mapping[str, Any]], Interval | None]
-"""Fields of a config -> the seconds that the step should gain by them; None where nobody predicts them."""
+"""Fields of a config -> the seconds that the step should gain by them; None without a prediction."""
 
 
 def start_of(workload: str, config: RanksConfig) -> dict[str, Any]:
-    """The flat options that describe the explained step again, for bench, or for parallel where it is of several ranks."""
+    """The explained step as flat options: of bench, or of parallel if the record is of parallel."""
     if workload == "parallel":
         values = given_values(CONFIGS["parallel"], config, always=(*_ALWAYS, "ranks", "sync"))
         return {"workload": "parallel", **{name: value for name, value in values.items() if name not in _NEVER}}
@@ -63,7 +63,7 @@ def start_of(workload: str, config: RanksConfig) -> dict[str, Any]:
 
 
 def predictor(config: RanksConfig, calibration: Calibration | None, measured_s: float) -> Predict:
-    """Predicts by plan's step of the changed config; of a machine or model without formulas nothing."""
+    """A function that predicts a change's gain by plan; it returns None for a machine or model without formulas."""
     try:
         now = None if calibration is None or config.run.device == "cpu" else step_time(config, calibration)
     except ValueError:
@@ -88,30 +88,32 @@ def candidates(
     precisions: Sequence[str] = (),
     batch_sizes: Sequence[int] = (),
 ) -> list[Candidate]:
-    """What is tried: every change that the config has not taken, the largest predicted gain first, those that are not last.
+    """The changes to try: all that the config does not have, by falling predicted gain; then those without one; refused ones last.
 
-    A finding's change gains what the budget says of it. Another of its cause gains what plan predicts, or, where that predicts
-    nothing, as much. `precisions`, `batch_sizes`: those that the user allows.
+    The change of a finding has the finding's gain. Another change for the same cause has the gain that plan predicts, or the
+    finding's gain if plan predicts none. `precisions`, `batch_sizes`: those that the user allows.
     """
     open_findings = [finding for finding in budget.findings if not finding.is_taken]
-    known = {finding.cause: finding.gain for finding in open_findings}
+    gain_by_cause = {finding.cause: finding.gain for finding in open_findings}
     changes = changes_of(config)
     named = [fields.get("precision") for _, fields in changes]
     changes += [
         ("precision", {"precision": name}) for name in precisions if name not in named and name != config.run.precision
     ]
     changes += [(_BATCH_CAUSE, {_BATCH: size}) for size in batch_sizes if size != config.run.batch_size]
-    found = []
+    all_candidates = []
     for cause, fields in changes:
-        said = next((finding.gain for finding in open_findings if finding.change == fields), None)
-        gain = said or predict(fields) or (None if _BATCH in fields else known.get(cause))
-        found.append(Candidate(fields=fields, cause=cause, gain=gain, refusal=_refusal(config, fields, precisions)))
+        own_gain = next((finding.gain for finding in open_findings if finding.change == fields), None)
+        gain = own_gain or predict(fields) or (None if _BATCH in fields else gain_by_cause.get(cause))
+        all_candidates.append(
+            Candidate(fields=fields, cause=cause, gain=gain, refusal=_refusal(config, fields, precisions))
+        )
 
     def order(candidate: Candidate) -> tuple[bool, bool, float]:
         gain = candidate.gain
         return bool(candidate.refusal), gain is None, -gain.time_s if gain else 0.0
 
-    return sorted(found, key=order)
+    return sorted(all_candidates, key=order)
 
 
 def _refusal(config: RanksConfig, fields: Mapping[str, Any], precisions: Sequence[str]) -> str:
@@ -140,9 +142,9 @@ def prove(
 ) -> Proof:
     """Measure the candidates in their order, each against the start, then all that helped together.
 
-    `reserve`: is told for how many comparisons the budget must have room after the next measurement, so that what helped is
-    measured together before the budget ends. `said`: is told of each candidate that is measured, the joined one last,
-    with its place and their number. `needs_losses`: nothing is tried where the start does not repeat its losses.
+    `reserve` is called before each measurement with the number of comparisons for which the budget must still have room
+    afterwards, so that the changes that helped are measured together before it ends. `said` is called for each measured candidate,
+    the joined one last, with its place and their number. `needs_losses`: try nothing if the start does not repeat its losses.
     """
     return _Prover(start, measured_s, predict, key_of, trial, compare, reserve, needs_losses).run(tried, said)
 
@@ -163,11 +165,11 @@ class _Prover(Trials):
         self.proof = Proof(start=start, measured_s=measured_s)
         self._predict, self._reserve, self._needs_losses = predict, reserve, needs_losses
         self._names: dict[str, str] = {}
-        """Key -> the candidate that has these options."""
+        """Key of options -> the name of the candidate that has them."""
         self._is_ending = False
-        """Whether what is measured alone is over."""
+        """Whether all single changes have been measured."""
         self._count = 0
-        """How many comparisons there will be, with the one of all together."""
+        """The number of comparisons, including the one of all changes together."""
 
     def run(self, tried: Sequence[Candidate], said: Callable[[int, int, Candidate], None]) -> Proof:
         proof, waiting = self.proof, list(tried)
@@ -194,22 +196,22 @@ class _Prover(Trials):
         return proof
 
     def measured(self, options: Options, repeat: int = 0) -> Any:
-        """The trial, if the budget has room for what it leads to, too; those of the start lead to everything."""
+        """Measure a trial, if the budget also has room for the comparisons after it; the start's trials reserve no room."""
         self._reserve(0 if self.proof.start_s is None else 1 + self._comparisons_to_come)
         return super().measured(options, repeat)
 
     def judged(self, name: str, before: Options, after: Options, tried: Any) -> Step:
-        """The comparison, if the budget has room for the one of all changes together, too."""
+        """Compare two options, if the budget also has room for the comparison of all changes together."""
         self._reserve(self._comparisons_to_come)
         return super().judged(name, before, after, tried)
 
     @property
     def _comparisons_to_come(self) -> int:
-        """1 while something may be joined in the end."""
+        """1 if some changes will be compared together at the end, else 0."""
         return int(bool(self.proof.may_join) and not self._is_ending)
 
     def check_losses(self, tried: Trial, precision: str, reference: Reference) -> LossCheck:
-        """As of all trials; where the start's tell nothing, they need only be finite."""
+        """Check the losses as in all trials; if the start's losses are no reference, they need only be finite."""
         if self.proof.unchecked and not tried.losses:
             return LossCheck("")
         return super().check_losses(tried, precision, Reference("", ()) if self.proof.unchecked else reference)
@@ -258,7 +260,7 @@ class _Prover(Trials):
         return step
 
     def _measure_together(self, said: Callable[[int, int, Candidate], None]) -> None:
-        """Join what helped or may, the fastest first, as far as a config takes it, and compare that with the start."""
+        """Join the changes that helped or may help, fastest first, as far as a config accepts them; compare with the start."""
         proof = self.proof
         fields: dict[str, Any] = {}
         whose: dict[str, Tried] = {}
@@ -273,7 +275,7 @@ class _Prover(Trials):
                 verb = "is" if is_sure else "seems"
                 left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} {verb} faster"))
             elif why := self.refusal({**proof.start, **fields, **more}):
-                left_out.append((tried.candidate.name, f"beside {name_of(fields)} it is refused: {why}"))
+                left_out.append((tried.candidate.name, f"together with {name_of(fields)} it is refused: {why}"))
             else:
                 fields |= more
                 whose |= dict.fromkeys(more, tried)
@@ -286,7 +288,7 @@ class _Prover(Trials):
             proof.left_out += left_out
 
     def _measure_again(self, said: Callable[[int, int, Candidate], None]) -> None:
-        """Compare the fastest alone a second time, then the next, until one is confirmed; where all together are not taken."""
+        """If all together are not taken, compare single changes a second time, fastest first, until one is confirmed."""
         proof = self.proof
         if proof.together is None or proof.takes_all:
             return

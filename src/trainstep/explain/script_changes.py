@@ -1,9 +1,9 @@
-"""What a proof tries of a script: the changes that `--apply` of `trainstep run` makes, with the causes that they remove.
+"""The changes that a proof tries on a script: those that `--apply` of `trainstep run` makes, with the causes that they remove.
 
-    script_candidates(budget, machine, precision="bf16_autocast", allowed=["tf32"])
+    script_candidates(budget, place, allowed=["tf32"])
 
-The options of a script are its changes: {} is the script as it is, {"adamw": "fused"} the one under `--apply adamw=fused`.
-`precision` is beside them, because it says which difference of the losses is rounding.
+The options of a script are its changes: {} is the script as it is, {"adamw": "fused"} the script under `--apply adamw=fused`. The
+script's own precision is kept apart from them (`ScriptPlace.precision`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,53 +19,55 @@ _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "host_copies": ({"pin_memory": "on"}, {"pin_memory": "on", "copies": "non_blocking"}),
     "optimizer": ({"adamw": "fused"}, {"adamw": "trainstep"}),
     "host_launches": ({"compile": "reduce_overhead"}, {"compile": "module"}),
-    "small_kernels": ({"compile": "module"}, {"compile": "reduce_overhead"}),
+    "small_kernels": ({"compile": "module"}, {"compile": "reduce_overhead"}, {"ops": "trainstep"}),
     "attention_kernel": ({"attention": "trainstep"}, {"compile": "module"}),
     "attention_mask": ({"mask": "causal"},),
     "casts": ({"compile": "module"},),
-    "unfused": ({"compile": "module"},),
+    "unfused": ({"compile": "module"}, {"ops": "trainstep"}),
     "precision": ({"precision": "bf16_autocast"}, {"precision": "tf32"}),
     "exposed_messages": ({"bucket_cap_mb": "25"}, {"bucket_cap_mb": "100"}),
     "garbage_collector": ({"gc": "off"},),
 }
-"""Cause -> the changes that remove it, in the order in which they are tried where all gain as much."""
+"""Cause -> the changes that remove it; they are tried in this order where their gains are equal."""
 _IF_FOUND = ("data", "garbage_collector", "synchronisations", "attention_mask")
-"""Causes whose changes are tried only if they were found, and not too small: else there is nothing that they could save."""
+"""Causes whose changes are tried only if the budget has the cause with a large enough gain: else they could save nothing."""
 _LEAST_SHARE = 0.01
-"""Of the step. A proof tells no smaller gain."""
-_GPU_ONLY = ("copies", "pin_memory")
+"""Share of the step. A proof cannot show a smaller gain."""
+_GPU_ONLY = ("copies", "pin_memory", "ops")
 _GPU_ONLY_VALUES = ({"compile": "reduce_overhead"}, {"attention": "trainstep"}, {"adamw": "trainstep"})
 _BATCH_CAUSE = "matmul_shapes"
-"""Its page advises more tokens in a batch."""
+"""The cause whose page advises more tokens in a batch."""
 _MOST_WORKERS = 8
 PRECISIONS = CHANGES["precision"]
-"""Those that can be applied from outside."""
+"""Precisions that can be applied from outside the script."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptPlace:
-    """Where the script runs, and what is known of it. `cores`: those that this process may use."""
+    """Where the script runs, and what is known of it. `cores`: the number of cores that this process may use."""
 
     on_gpu: bool
     ranks: int
     cores: int
     precision: str | None
-    """As the first run of the script noted it; None before that."""
+    """The script's precision as its first run noted it; None before that run."""
     batch_size: int | None = None
-    """Of the loader that the original's first process read first, 0 if none says it; None before that."""
+    """Batch size of the first loader that the original's first process read; 0 if no loader says it, None before that run."""
+    fusable_parts: int = 0
+    """Modules that compute what one of our ops computes, as the original's first process counted them."""
     compiles: bool = False
-    """Something in it is compiled already."""
+    """Whether something in the script is compiled already."""
 
 
 def script_candidates(
     budget: Budget, place: ScriptPlace, allowed: Sequence[str], batch_sizes: Sequence[int] = ()
 ) -> list[Candidate]:
-    """Each change once, with the first cause that it removes: the largest predicted gain first, those without one last.
+    """Each change once, with the first cause that it removes, by falling predicted gain; then those without one; refused ones last.
 
-    `allowed`: precisions, and `batch_sizes`, that the user allows.
+    `allowed`, `batch_sizes`: the precisions and batch sizes that the user allows.
     """
     gains = {finding.cause: finding.gain for finding in reversed(budget.findings)}
-    found: dict[str, Candidate] = {}
+    by_fields: dict[str, Candidate] = {}
     for cause in sorted(_CHANGES, key=lambda cause: -gains[cause].time_s if cause in gains else 0.0):
         least_s = _LEAST_SHARE * budget.measured_s
         if cause in _IF_FOUND and (cause not in gains or gains[cause].high_s < least_s):
@@ -75,29 +77,31 @@ def script_candidates(
             if _is_idle(cause, fields, place):
                 continue
             why = _refusal(fields, place, allowed)
-            found.setdefault(str(fields), Candidate(fields=fields, cause=cause, gain=gains.get(cause), refusal=why))
+            by_fields.setdefault(str(fields), Candidate(fields=fields, cause=cause, gain=gains.get(cause), refusal=why))
 
     why = "no data loader of the script says how many sequences it reads" if place.batch_size == 0 else ""
     for batch in ({"batch_size": size} for size in batch_sizes if size != place.batch_size):
-        found[str(batch)] = Candidate(fields=batch, cause=_BATCH_CAUSE, refusal=why)
+        by_fields[str(batch)] = Candidate(fields=batch, cause=_BATCH_CAUSE, refusal=why)
 
     def order(candidate: Candidate) -> tuple[bool, bool, float]:
         gain = candidate.gain
         return bool(candidate.refusal), gain is None, -gain.time_s if gain else 0.0
 
-    return sorted(found.values(), key=order)
+    return sorted(by_fields.values(), key=order)
 
 
 def _filled(change: Mapping[str, str], place: ScriptPlace) -> dict[str, str]:
-    """The change with the number of workers: a core each of the ranks', at most eight, at least two."""
+    """The change with its number of workers filled in: as many as each rank has cores, but from 2 to 8."""
     workers = str(max(2, min(_MOST_WORKERS, place.cores // place.ranks)))
     return {name: workers if name == "workers" else value for name, value in change.items()}
 
 
 def _is_idle(cause: str, fields: Mapping[str, str], place: ScriptPlace) -> bool:
-    """Whether the change cannot do anything here."""
+    """Whether the change cannot have any effect here."""
     if cause == "exposed_messages":
         return place.ranks == 1
+    if "ops" in fields and not place.fusable_parts:
+        return True
     if "precision" in fields:
         named = fields["precision"]
         is_higher = place.precision in ("fp32", None) or (place.precision == "tf32" and named == "bf16_autocast")

@@ -1,31 +1,32 @@
-"""What was measured of a script's step: records of `trainstep run`, put together.
+"""The measurements of a script's step, put together from the records of `trainstep run`.
 
-Nobody knows the script's model, so its work has no floor by formula: the budget takes its kernels as they run, less what known
-habits cost (traces/patterns).
+The script's model is unknown, so its work has no floor by formula: the budget takes the kernels' time as they run, less the cost of
+known habits (traces/patterns).
 
-[Note: times of habits] A device's kernels take as long under the profiler as without it. A CPU's ops do not: each range costs some
-microseconds, which the difference between a profiled phase and the usual one gives, at most 5. They are taken off, and what is left
-of the phase is scaled to the usual one; what was timed alone (measure/run/instead.py) is not. The median of the quicker half of the
-inspected steps counts: in others, ops that fill new tensors take up to three times as long. Where others take a share of the cores,
-all that a CPU computes takes longer by it: that share is `another_process`. So a habit's share of a usual (median) step is taken of
-what the mean step has without that share and without compilations.
+[Note: times of habits] A GPU's kernels take as long under the profiler as without it. A CPU's ops take longer: each range costs
+some microseconds (at most 5), which follow from the difference between a profiled phase and the usual one. This cost is subtracted,
+and the rest of the phase is scaled to the usual phase; ops that were timed alone (measure/run/instead.py) are not. The median of
+the quicker half of the inspected steps counts: in the other half, ops that fill new tensors take up to three times as long. Where
+other processes take a share of the cores, everything that a CPU computes takes longer; that share is the cause `another_process`.
+So a habit's share of a usual (median) step is applied to the mean step without that share and without compilations.
 
-[Note: turns on a GPU] What others had of a GPU's time is taken off the kernels. It comes from ops that are alike but differ in time
-(traces/patterns/turns.py); without such ops, from the share of multiprocessors that others used. Processes that always have work
-take about equal turns, so N others have at most N / (N + 1), even if they use more while this process's host is late. The ops'
-share is trusted within limits: at least half of what the multiprocessors give, at most 1.25 times the multiprocessors' share.
+[Note: turns on a GPU] The time of a GPU that other processes had is taken off the kernels. It is estimated from ops that are alike
+but differ in time (traces/patterns/turns.py); without such ops, from the share of multiprocessors that the others used. Processes
+that always have work take about equal turns, so N others have at most N / (N + 1), even if they use more while this process's host
+is late. The estimate from ops is kept within limits: at least half of the estimate from multiprocessors, and at most 1.25 times the
+multiprocessors' share.
 
 [Note: running ahead] After an inspected step the GPU's queue is empty, and the host launches the next steps faster than the GPU
-runs them, until the queue is full. The rest is waited for when the next step is inspected, and no step's time contains it: by the
-host's clock alone, the mean of a few steps is too short. So a step's parts on the GPU begin when the host has begun the step and
-the step before has ended on the GPU; the total ends when both host and GPU have ended. What a GPU does outside of these parts,
-such as copying the batch, is not in them.
+runs them, until the queue is full. The host waits for the GPU's remaining work only when the next step is inspected, and no step's
+time contains that wait: by the host's clock alone, the mean of a few steps is too short. So a step's parts on the GPU begin when
+the host has begun the step and the step before has ended on the GPU; the total ends when both host and GPU have ended. GPU work
+outside of these parts, such as copying the batch, is not counted.
 
 [Note: launching late] A line that waits for a GPU costs more than the wait: afterwards the GPU has nothing to do until the host
-has launched something. Had the host not waited, the step would take as long as the GPU's work or the host's own, the longer of the
-two. The host's own time is that of each phase, less what it was blocked for: as it usually is or as it was inspected, the shorter,
-because the usual one holds the waits and a profiler makes the inspected one longer. Where the line copies from pageable memory,
-this is what not pinning costs, beside the copy itself: with pinned memory the host need not wait.
+launches something. Without the wait, the step would take as long as the GPU's work or the host's own work, whichever is longer. The
+host's own time of a phase is the shorter of two: its usual time, which includes waits, and its inspected time less blocked time,
+which the profiler lengthens. If the line copies from pageable memory, the difference is the cost of not pinning, beside the copy
+itself: with pinned memory the host need not wait.
 """
 
 import re
@@ -65,12 +66,13 @@ _CAUSES = {
 """Pattern -> its cause, and the kernels that it makes longer."""
 _LONGEST_RANGE_S = 5e-6
 _MOST_BY_OPS = 1.25
-"""The most that ops may show, of the share of multiprocessors that others used."""
+"""The largest estimate from ops, as a multiple of the share of multiprocessors that others used."""
 _QUIET = 0.05
-"""The share of a step that a machine's own background may take, and of the machine that it may use."""
+"""A machine's background may take this share of a step, and use this share of the machine."""
 _OF_PEAKS = {PRECISION: 1.0, FP32_ATTENTION: 1.55}
-"""Pattern -> its time in 16 bits over what the peaks of fp32 and 16 bits say. Two GPTs on an H200, whose data sheet has 1/14.8,
-took 1/14.9 and 1/15.0 of their matmuls' time in fp32, and 1/9.5 of their attention's (results/h200/planted_fp32.jsonl)."""
+"""Pattern -> its time in 16 bits over the time that the peaks of fp32 and 16 bits predict. On an H200, whose data sheet has a ratio
+of 1/14.8, two GPTs took 1/14.9 and 1/15.0 of their matmuls' fp32 time, and 1/9.5 of their attention's
+(results/h200/planted_fp32.jsonl)."""
 _PEAKS_OF_UNKNOWN, _OF_TF32 = 1 / 15, 1 / 2
 _TF32_OFF, _TF32_ON = re.compile(r"f32f32_f32f32|_sgemm"), re.compile(r"tf32|s1688gemm")
 """In names of cuBLAS' and CUTLASS' kernels for fp32 matmuls."""
@@ -78,17 +80,18 @@ _STAGED_S = 2e-5
 """A copy from pageable memory that takes longer is larger than the driver stages without waiting: 64 KiB take 3 us at 25 GB/s, and
 a multiple of that where the link is slow or busy."""
 _LONGEST_READ_S = 1e-3
-"""A read that waits longer waits for the GPU's work; what waits after it finds the GPU idle."""
+"""A read that waits longer than this waits for the GPU's work; later waits find the GPU idle."""
 _MOST_MATMULS = 0.8
 """The share of the matmuls' time whose FLOPs must be known, for a sentence about all of them."""
 _NO_STEPS = Samples(unit="s", values=())
 
 
 def script_evidence(records: Sequence[Record]) -> Evidence:
-    """The evidence of one rank's run, in the order of its steps. ValueError for a run without a timed step.
+    """The evidence of one rank's run; `records` are in the order of its steps. ValueError for a run without a timed step.
 
     Times are means: a batch or a compilation that is late once in many steps raises the mean, but not the median. On a CPU the
-    step's other parts are its work, less the garbage collector. [Note: running ahead]
+    work is the step's time less waits for data, compilations, garbage collection, other processes and exposed messages.
+    [Note: running ahead]
     """
     samples: dict[str, list[float]] = {}
     for record in records:
@@ -111,10 +114,10 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     device = [statistics.fmean(column) for name, column in samples.items() if name.startswith("device_") and column]
     busy_s: float | None = sum(work.values()) or (sum(device) if on_device and device else None)
     contended_s, others, of_gpu = _contention(records, measured_s, on_device=on_device)
-    left = 1 - contended_s / measured_s
+    own_share = 1 - contended_s / measured_s
     if of_gpu and busy_s is not None:  # [Note: turns on a GPU]
-        work = {group: left * time_s for group, time_s in work.items()}
-        busy_s *= left
+        work = {group: own_share * time_s for group, time_s in work.items()}
+        busy_s *= own_share
     habits = habits_of(inspected, samples, on_device=on_device)
     seen_s = sum(row["time_s"] or 0.0 for row in waits)
     blocked_s = max(seen_s, _late_s(inspected, samples, measured_s, busy_s or measured_s)) if on_device else 0.0
@@ -122,9 +125,9 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         blocked_s -= copied_s
         habits = tuple(replace(habit, gap_s=copied_s) if habit.cause == "host_copies" else habit for habit in habits)
     if of_gpu:
-        habits = tuple(replace(habit, excess_s=left * habit.excess_s) for habit in habits)
+        habits = tuple(replace(habit, excess_s=own_share * habit.excess_s) for habit in habits)
     if not on_device:
-        recompile_s, collector_s = left * recompile_s, left * collector_s
+        recompile_s, collector_s = own_share * recompile_s, own_share * collector_s
         own = max(0.0, measured_s - contended_s - recompile_s) / statistics.median(times)
         habits = tuple(replace(habit, excess_s=own * habit.excess_s) for habit in habits)
     messages = messages_of(records, inspected, measured_s, on_device=on_device)
@@ -157,7 +160,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
 
 
 def matmul_rate(record: Record) -> tuple[str, ...]:
-    """How far the 16-bit matmuls are from the data sheet, in a sentence; none where a compiler's own kernels hide most of them."""
+    """A sentence that compares the rate of 16-bit matmuls with the data sheet; empty if the FLOPs of too few of them are known."""
     flops, time_s = record.fact("matmul_flops"), record.fact("matmul_flops_s")
     spec = machine_spec(record.environment.gpu)
     if not flops or not time_s or spec is None or time_s < _MOST_MATMULS * work_of(record.tables).get(MATMUL, 0.0):
@@ -174,9 +177,9 @@ def _step_s(records: Sequence[Record]) -> float:
     for record in records:
         times = record.samples.get("step", _NO_STEPS).values
         parts = [column.values for name, column in record.samples.items() if name.startswith("device_")]
-        columns = [column for column in parts if len(column) == len(times)]  # a file from elsewhere may hold anything
+        columns = [column for column in parts if len(column) == len(times)]  # a foreign file may hold anything
         on_gpu = [sum(step) for step in zip(*columns, strict=True)] or [0.0] * len(times)
-        host_s = gpu_s = 0.0  # where each clock stands since the record began, as if with an empty GPU
+        host_s = gpu_s = 0.0  # time of each clock since the record began, assuming that the GPU was empty then
         for time_s, parts_s in zip(times, on_gpu, strict=True):
             gpu_s = max(gpu_s, host_s) + parts_s
             host_s += time_s
@@ -201,21 +204,21 @@ def _late_s(
         inspected_s = row["host_s"] - row["blocked_s"]
         if row["phase"] in usual:
             own_s += min(usual[row["phase"]], inspected_s)
-        else:  # what is outside of phases contains the wait for data
+        else:  # time outside of phases contains the wait for data
             own_s += min(other_s, max(0.0, inspected_s - data_s))
     late_s = max(0.0, measured_s - max(busy_s, own_s))
     if has_lines:
         return late_s
-    # No line waits, only large pageable copies suggest it. What they cost shows in inspected steps as idle time: no more than that
+    # No line waits: only large pageable copies suggest late launches. They cost at most the idle time of inspected steps.
     idle_s = [sum(row["idle_s"] or 0.0 for row in rows_of(record.tables["host"])) for record in inspected]
     return float(min(late_s, statistics.median(idle_s)))
 
 
 def _copying_share(record: Record, waits: Sequence[Mapping[str, Any]]) -> float:
-    """The share of the waits of unknown length that are copies from pageable memory; 0 if some read waited for long, since that
-    read then explains the late launches.
+    """The share of the waits of unknown length that are copies from pageable memory.
 
-    A large copy that was asked not to block waits all the same, inside the driver, where torch notes no line.
+    It is 0 if some read waited for long, because that read then explains the late launches. A large copy waits even if it was asked
+    not to block, but inside the driver, where torch notes no line.
     """
     if any((row["time_s"] or 0.0) > _LONGEST_READ_S for row in waits):
         return 0.0
@@ -230,7 +233,7 @@ def _mean(samples: Mapping[str, Sequence[float]], name: str) -> float:
 
 
 def _places(waits: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> dict[str, Place]:
-    """Cause -> the line where it was seen."""
+    """Cause -> the line of code where it was seen."""
     places: dict[str, Place] = {}
     if waits:
         wait = max(waits, key=lambda row: row["time_s"] or 0.0)
@@ -242,13 +245,13 @@ def _places(waits: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any
 
 
 def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool) -> tuple[float, str, bool]:
-    """(time of a step that others took, who they are, whether of the GPU). Nothing below 5 %, which any machine's background takes.
+    """(seconds of a step that other processes took, words for them, whether they took the GPU). Zero below 5 %: background.
 
-    Of a core: the share of the time in which a thread waited for one, at most the share of the machine that others used. Of a GPU,
-    see [Note: turns on a GPU].
+    For cores, the share of time is that in which a thread waited for one, but at most the share of the machine that others used.
+    For a GPU, see [Note: turns on a GPU].
     """
     timed = [record for record in records if record.duration_s and record.samples.get("step", _NO_STEPS).values]
-    # The record of the warm-ups contains the script's start, which is no step that somebody could disturb
+    # The record of the warm-ups contains the script's start, which is not part of any step
     later = [record for record in timed if not record.samples["step"].warmups]
     if 2 * _steps_of(later) >= _steps_of(timed):
         timed = later
@@ -293,15 +296,15 @@ def habits_of(
 
 
 def _habits(inspected: Sequence[Record], samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
-    """A habit for each cause and group of kernels, the median of the steps."""
-    seen: dict[tuple[str, str], list[Habit]] = {}
+    """A habit for each cause and group of kernels: the median over the inspected steps."""
+    by_cause: dict[tuple[str, str], list[Habit]] = {}
     if not on_device:  # [Note: times of habits]
         quickest = sorted(inspected, key=lambda record: record.fact("profiled_step_s") or 0.0)
         inspected = quickest[: (len(quickest) + 1) // 2]
     for record in inspected:
         for habit in _habits_of(record, samples, on_device=on_device):
-            seen.setdefault((habit.cause, habit.group), []).append(habit)
-    for (cause, group), habits in seen.items():
+            by_cause.setdefault((habit.cause, habit.group), []).append(habit)
+    for (cause, group), habits in by_cause.items():
         absent = [0.0] * (len(inspected) - len(habits))
         yield Habit(
             cause=cause,
@@ -316,7 +319,7 @@ def _habits(inspected: Sequence[Record], samples: Mapping[str, Sequence[float]],
 
 
 def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_device: bool) -> Iterator[Habit]:
-    """A habit for each pattern of an inspected step, its phases together."""
+    """A habit for each pattern of an inspected step, summed over its phases."""
     excess_s: dict[str, float] = {}
     gap_s: dict[str, float] = {}
     words: dict[str, str] = {}
@@ -329,12 +332,12 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
             least_s = _share_in_16_bits(record, pattern) * time_s
         if not on_device:
             time_s, scale = _unprofiled(row, samples.get(row["phase"]))
-            # The profiler only lengthens a step: one that is shorter than usual had less to do, also the other way
+            # The profiler only lengthens a step: an inspected step that is shorter than usual had less to do, in either way
             least_s *= max(1.0, scale) if row.get("least_is_timed") else scale
         excess_s[pattern] = excess_s.get(pattern, 0.0) + time_s - least_s
         gap_s[pattern] = gap_s.get(pattern, 0.0) + row["gap_s"]
         words[pattern] = row["what"]
-    if {PRECISION, FP32_ATTENTION} <= words.keys():  # of a cause the first words are kept
+    if {PRECISION, FP32_ATTENTION} <= words.keys():  # only a cause's first words are kept
         words[PRECISION] = words[FP32_ATTENTION] = "matmuls and attention of fp32 tensors"
     for pattern, time_s in excess_s.items():
         cause, group = _CAUSES[pattern]
@@ -343,7 +346,7 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
 
 
 def _share_in_16_bits(record: Record, pattern: str) -> float:
-    """The time of fp32 work in 16 bits over its time now, with TF32 if torch may take it, by the GPU's data sheet."""
+    """The time of fp32 work in 16 bits over its present time: 1/2 if it runs with TF32, else by the GPU's data sheet."""
     if (matmul_precision(record) or "high") != "highest":
         return _OF_TF32
     spec = machine_spec(record.environment.gpu)
@@ -352,7 +355,7 @@ def _share_in_16_bits(record: Record, pattern: str) -> float:
 
 
 def _unprofiled(row: Mapping[str, Any], usual: Sequence[float] | None) -> tuple[float, float]:
-    """(the pattern's time without the profiler, the usual phase over the profiled one without what ranges cost)."""
+    """(the pattern's time without the profiler, the usual phase's time over the profiled one's less the cost of ranges)."""
     usual_s = statistics.median(usual) if usual else row["of_s"]
     range_s = (row["of_s"] - usual_s) / row["of_ranges"] if row["of_ranges"] else 0.0
     range_s = min(max(range_s, 0.0), _LONGEST_RANGE_S)
@@ -362,9 +365,9 @@ def _unprofiled(row: Mapping[str, Any], usual: Sequence[float] | None) -> tuple[
 
 
 def matmul_precision(record: Record) -> str | None:
-    """torch's precision of fp32 matmuls: as noted, else as the kernels' names tell (`high`: with TF32); None where neither does.
+    """torch's precision of fp32 matmuls: as noted, else by the kernels' names (`high`: with TF32); None if neither tells.
 
-    Steps with both kinds of kernels have TF32 on: a few shapes get a kernel without it.
+    A step with both kinds of kernels has TF32 on, because a few shapes get a kernel without it.
     """
     if noted := record.fact("matmul_precision"):
         return str(noted)

@@ -1,10 +1,11 @@
-"""What the messages of a script's step cost it: `messages_of(records, inspected, measured_s, on_device=False)`.
+"""The cost of messages to a script's step: `messages_of(records, inspected, measured_s, on_device=False)`.
 
-Their exposed time is the median of the inspected steps, because ranks that are inspected wait for each other more or less by
-chance. [Note: cores] A CPU's messages are sent by threads. Where the ranks have fewer than two cores each, a sending thread takes
-its core from somebody's computing: half of the hidden time counts as exposed, too (two ranks on two cores, gradients sent in each
-of four passes: 36 ms of a step of 254 were gained in one loop and 37 of 283 in another; 34 and 31 were exposed of 60 and 51 under
-way; docs/log.md, 2026-11-27). A small message costs, beside its own time, the host's time of asking for it.
+Exposed time is the median of the inspected steps, because inspected ranks wait for each other more or less by chance.
+
+[Note: cores] A CPU's messages are sent by threads. If the ranks have fewer than two cores each, a sending thread takes its core
+from computing, so half of the hidden time counts as exposed, too. Measured with two ranks on two cores, gradients sent in each of
+four passes (docs/log.md, 2026-11-27): one loop gained 36 ms of a step of 254 ms, another 37 ms of 283 ms. Messages were under way
+for 60 and 51 ms, of which 34 and 31 ms were exposed. A small message also costs the host the time of asking for it.
 """
 
 import statistics
@@ -14,9 +15,9 @@ from typing import NamedTuple
 from trainstep.records.record import Record
 
 _GRADIENT_BYTES = 4
-"""A record has elements of gradients without their dtype."""
+"""Assumed bytes of an element, because a record has the elements of gradients without their dtype."""
 _MOST_SENT_AGAIN = 0.75
-"""Sent elements over trained ones, less the passes: a wrapper may leave out frozen or unused parameters."""
+"""The least share of the trained elements that a further pass sends: a wrapper may leave out frozen or unused parameters."""
 _CORES_PER_RANK = 2
 _OF_HIDDEN = 0.5
 
@@ -24,7 +25,7 @@ _OF_HIDDEN = 0.5
 class Messages(NamedTuple):
     """The messages of one step.
 
-    `fixed_s`: the time of a message beside that of its bytes, 0 if unknown. `passes`: how often all gradients were sent.
+    `fixed_s`: the fixed time of a message, whatever its bytes; 0 if unknown. `passes`: how often all gradients were sent.
     """
 
     exposed_s: float
@@ -54,7 +55,7 @@ def messages_of(
 
 
 def _exposed_s(record: Record, measured_s: float, *, on_device: bool) -> float:
-    """[Note: cores] A profiled step of a CPU is longer than others, and so are its messages."""
+    """Exposed time of a step's messages. A profiler lengthens a CPU's step and its messages, which are scaled. [Note: cores]"""
     exposed_s = record.fact("exposed_s") or 0.0
     if on_device:
         return float(exposed_s)
@@ -66,7 +67,7 @@ def _exposed_s(record: Record, measured_s: float, *, on_device: bool) -> float:
 
 
 def _passes(last: Record, records: Sequence[Record]) -> int:
-    """How often a step sent its gradients, at most once a backward pass; 1 where each was sent once or nobody knows."""
+    """How often a step sent its gradients, at most once per backward pass; 1 if each was sent once or it is unknown."""
     sent, trained = last.fact("gradient_message_elements"), last.fact("trained_elements")
     steps = sum(
         len(column.values) + len(column.warmups) for record in records if (column := record.samples.get("step"))

@@ -1,10 +1,10 @@
-"""What to write in somebody's own script: the lines of each finding's page, and where the script allows it, a patch.
+"""The lines to write in a user's own script, from each finding's page, and a patch where calls are recognised.
 
     lines_to_write(budget)                           # a line or more for each finding, with the place where it was seen
     patch_of("train.py", text, ["data"])             # unified diff, as `git apply` takes it; "" if nothing was recognised
 
-A program that does not know how a script is meant changes nothing of it: the patch is shown, never applied. It adds keywords to
-calls, and only those that the causes' pages name.
+The patch is shown and never applied, because a program cannot know what the script intends. It only adds keywords to calls, and
+only keywords that the causes' pages name.
 """
 
 import ast
@@ -63,7 +63,7 @@ _KEYWORDS: Mapping[str, Sequence[_Keyword]] = {
 
 
 def patch_of(path: str, text: str, causes: Sequence[str]) -> str:
-    """The unified diff that adds the causes' keywords to the script's calls; empty if it has none of them, or is no Python."""
+    """The unified diff that adds the causes' keywords to the script's calls; empty without such calls, or if it is not Python."""
     patched = text
     for cause in causes:
         for keyword in _KEYWORDS.get(cause, ()):
@@ -73,7 +73,7 @@ def patch_of(path: str, text: str, causes: Sequence[str]) -> str:
 
 
 def _with_keyword(text: str, keyword: _Keyword) -> str:
-    """The text with the keywords in every call that lacks them. A call in which they would land elsewhere stays as it is."""
+    """The text with the keywords added to every call that lacks them, except where they would not land in that call."""
     try:
         places = [_end_of_arguments(call) for call in _calls(ast.parse(text), keyword)]
     except (SyntaxError, ValueError):  # ValueError: a null byte
@@ -97,13 +97,13 @@ def _count(text: str, keyword: _Keyword) -> int:
 
 def _calls(tree: ast.AST, keyword: _Keyword, in_loop: bool = False) -> list[ast.Call]:
     """The calls that lack the keywords."""
-    found = []
+    calls = []
     for node in ast.iter_child_nodes(tree):
         inside = in_loop or isinstance(node, ast.For | ast.While)
         if isinstance(node, ast.Call) and _lacks(node, keyword) and (inside or not keyword.in_loop):
-            found.append(node)
-        found += _calls(node, keyword, inside)
-    return found
+            calls.append(node)
+        calls += _calls(node, keyword, inside)
+    return calls
 
 
 def _lacks(call: ast.Call, keyword: _Keyword) -> bool:

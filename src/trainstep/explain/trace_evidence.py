@@ -1,6 +1,6 @@
-"""What a profiler's trace shows of a step, where there is nothing else: `trace_evidence(record)` of report/explain/trace_row.py.
+"""Evidence of a step from a profiler's trace alone: `trace_evidence(record)`, for a record of report/explain/trace_row.py.
 
-The step's time is that under the profiler, which makes hosts slower: where the host limits, launches count for more than they are.
+The step's time is that under the profiler, which slows the host. Where the host limits the step, launches count for too much.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from trainstep.traces.patterns.pattern import PRECISION
 _PROFILED = "profiled_step"
 _NOTE = "The times are those of a profiler's trace, in which the host is slower than without it."
 _WITHOUT_SHAPES = "The trace has no shapes, so that habits cannot be seen: record it with record_shapes=True."
-_TF32_UNKNOWN = "Whether TF32 was on is not in a trace; it counts as on."
+_TF32_UNKNOWN = "A trace does not say whether TF32 was on; it is assumed to be on."
 
 
 def is_of_trace(record: Record) -> bool:
@@ -24,7 +24,7 @@ def is_of_trace(record: Record) -> bool:
 
 
 def check_provable(record: Record) -> None:
-    """ValueError for the record of a trace: nobody can build its step again."""
+    """ValueError for the record of a trace, because its step cannot be built again."""
     if is_of_trace(record):
         raise ValueError(
             "prove: a trace does not say how its step is built, so nothing can be measured; leave out --prove, or explain a run of "
@@ -65,7 +65,7 @@ def trace_evidence(record: Record) -> Evidence:
 
 
 def _has_shapes(record: Record) -> bool:
-    return "patterns" in record.tables  # empty where no habit was seen
+    return "patterns" in record.tables  # the table is empty where no habit was seen
 
 
 def _notes(record: Record) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def _notes(record: Record) -> tuple[str, ...]:
 
 
 def _phases_s(record: Record, busy_s: float) -> dict[str, float]:
-    """Work by phase, without messages; threads that run beside each other count for no more than `busy_s` together."""
+    """Work by phase, without messages, scaled down where parallel threads sum to more than `busy_s`."""
     phases: dict[str, float] = {}
     for row in rows_of(record.tables.get("classes")):
         if row["class"] not in (COMMUNICATION, IDLE):

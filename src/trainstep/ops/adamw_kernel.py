@@ -121,7 +121,7 @@ class Operands(NamedTuple):
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     rounded: list[Tensor]
-    """What receives each updated parameter in another dtype; the parameters themselves where nothing does."""
+    """The tensors that receive the updated parameters in another dtype; the parameters themselves where there are none."""
     steps: list[Tensor]
     """Number of updates, with this update: fp32, ()."""
 
@@ -227,7 +227,7 @@ class Launch:
 
 
 class _Tables(NamedTuple):
-    """What the kernel reads of its tensors, on the device, and the pinned memory from which it came."""
+    """The kernel's tables on the device, and the pinned memory from which they were copied."""
 
     rows: list[tuple[int, ...]]
     """For each update the addresses of its tensors, and its number of elements."""

@@ -65,7 +65,7 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """As transformers' apply_rotary_pos_emb: cos and sin (B or 1, S, D), each half alike; heads are where `unsqueeze_dim` says."""
+    """Rotate as apply_rotary_pos_emb does: cos and sin (B or 1, S, D), each half alike; heads are where `unsqueeze_dim` says."""
     tables = [table[..., : table.shape[-1] // 2] for table in (cos, sin)]
     cos, sin = (table[0] if table.shape[0] == 1 else table for table in tables)
     if unsqueeze_dim == 1:

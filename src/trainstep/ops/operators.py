@@ -38,7 +38,7 @@ def define(
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Any:
-    """What calls the operator `trainstep::NAME` of a schema `NAME(Tensor x, ...) -> ...`, by position alone.
+    """Define the operator `trainstep::NAME` of a schema `NAME(Tensor x, ...) -> ...`; returns what calls it, by position alone.
 
     `run` computes it and returns new tensors, `fake` gives their shapes, dtypes and strides. With `backward(ctx, *gradients)`
     it has a gradient, for which `save(ctx, inputs, output)` keeps what it needs. What `backward` calls without a gradient of its
@@ -73,9 +73,9 @@ def define(
 def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
     """`fake`, which torch.compile calls while it traces, before Inductor meets the operator.
 
-    For a line of its log, whether or not anybody reads it, Inductor before torch 2.13 writes out what each argument is made of, and
-    what that is made of, once for every path through the graph: of twelve residual blocks in one graph, minutes. There it
-    is told to name our operators and nothing more.
+    For a line of its log, even if nobody reads it, Inductor before torch 2.13 writes out what each argument is made of, and what
+    that is made of, once for every path through the graph. With twelve residual blocks in one graph this takes minutes. So
+    for these versions Inductor is made to write the names of our operators and nothing more.
     """
 
     def call(*arguments: Any) -> Any:
@@ -88,7 +88,7 @@ def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name_ours_alone(issue: Any) -> None:
-    """Change, once, what Inductor writes of our operators."""
+    """Make Inductor write only the names of our operators; a second call changes nothing."""
     written = issue.operator_str
     if hasattr(written, "__wrapped__"):
         return

@@ -205,7 +205,7 @@ class HostAgreement:
     def __call__(self, number: int) -> int:
         """The largest number of all ranks. Waits for all of them."""
         largest = torch.tensor(number)
-        if self._watch is not None:  # while graphs send the messages, the watch hears of no other
+        if self._watch is not None:  # while graphs send the messages, the watch hears of no other call
             self._watch.progress.called("all_reduce agreement")
         self._collectives.all_reduce(largest, reduction="maximum", label="agreement").wait()
         return int(largest)

@@ -76,7 +76,7 @@ class Collectives:
 
     Every rank must call the same collectives in the same order with tensors of the same sizes and dtypes. `label` names the
     message's span: `all_reduce bucket 3`. A single process sends nothing and counts nothing.
-    `beside`: the collectives of all ranks, of which these are a group's at a level (ShardGroups); messages are counted there,
+    `beside`: the collectives of all ranks, if these are a group's at a level (ShardGroups); messages are then counted there,
     under the names that costs/rank_groups.py gives them: `all_reduce across groups`.
     """
 
@@ -347,7 +347,7 @@ class _Stages:
     def wait(self) -> None:
         self.start_all()
         self._pending.wait()
-        self._pending = DONE  # which held the tensors
+        self._pending = DONE  # the message held its tensors
 
 
 def _group_of(ranks: Ranks, level: Level, shard_ranks: int) -> Ranks:
@@ -366,7 +366,7 @@ def _group_of(ranks: Ranks, level: Level, shard_ranks: int) -> Ranks:
     options: dict[str, Any] = {}
     if ranks.group is not dist.group.WORLD:
         options = {"backend": dist.get_backend(ranks.group), "use_local_synchronization": True}
-    groups: dict[range, Any] = {  # also of torch's NON_GROUP_MEMBER, for groups of others
+    groups: dict[range, Any] = {  # for groups without this rank, torch's NON_GROUP_MEMBER
         group: dist.new_group([numbers[member] for member in group], **options)
         for group in dict.fromkeys(
             members(level, rank, ranks.world_size, shard_ranks) for rank in range(ranks.world_size)

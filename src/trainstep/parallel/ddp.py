@@ -103,7 +103,7 @@ class OverlappedDDP(_MessagePerGradient):
         super().__init__(module, ranks, reduce_dtype=reduce_dtype)
         self._order = LaunchOrder([[index] for index in reversed(range(len(self.trained_parameters)))])
         self._sent: list[tuple[Tensor, Tensor, Pending]] = []
-        """As `_start` returns them."""
+        """The results of `_start` for each gradient that is being averaged."""
 
     def held_tensors(self) -> HeldTensors:
         """Flags; during backward also the gradients that are being averaged, and the tensors that they were cast to."""

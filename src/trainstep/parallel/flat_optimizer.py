@@ -156,7 +156,7 @@ class FlatShardedOptimizer(Optimizer):
         self._inner.add_param_group({**param_group, "params": [pieces[i] for i in members if pieces[i] is not None]})
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: it loads on the same rank of the same number; `gathered_state_dict` loads anywhere."""
+        """This rank's shard. It loads on the same rank of the same number of ranks; `gathered_state_dict` loads anywhere."""
         self.gradient_sync.wait_for_parameters()
         return {**self._inner.state_dict(), "shard": self._shard()}
 

@@ -180,20 +180,20 @@ def _opened(address: str, port: int, timeout_of_try: timedelta, timeout_s: float
         try:
             # The store does not wait for the other ranks: the watch does, and sees which rank dies meanwhile.
             opened.put(TCPStore(address, port, timeout=timeout_of_try, wait_for_workers=False))
-        except (RuntimeError, ValueError) as error:  # raised by whoever waits
+        except (RuntimeError, ValueError) as error:  # raised by the thread that waits
             opened.put(error)
 
     # In a thread, because torch waits for the first answer without a time limit.
     threading.Thread(target=open_it, daemon=True).start()
     try:
-        found = opened.get(timeout=timeout_s + _AFTER_TRIES_S)
+        answer = opened.get(timeout=timeout_s + _AFTER_TRIES_S)
     except queue.Empty:
         raise ConnectionError(
             f"{address}:{port}: what listens there gave no answer in {timeout_s:g} s, so it is no store; set another MASTER_PORT"
         ) from None
-    if isinstance(found, Exception):
-        raise found
-    return found
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _store(launch: Launch, timeout_s: float) -> Store:

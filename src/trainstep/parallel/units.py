@@ -172,7 +172,7 @@ def _outermost_members(module: nn.Module) -> list[nn.Module]:
 
 
 def may_step_by_unit(optimizer: Optimizer) -> bool:
-    """Whether it may step some of its tensors now and others later: it counts steps by tensor, and no hook counts calls of step."""
+    """Whether it may step some tensors now and others later: it counts steps by tensor, and no hook sees its calls of step."""
     # torch's own classes count so. Others must say it in their own body, since a subclass may add a counter.
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENT_WISE

@@ -27,7 +27,7 @@ _Pool = tuple[str, bool]
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A piece of a segment, in the order of addresses."""
+    """A piece of a segment, linked to the pieces before and after it in the order of addresses."""
 
     address: int
     nbytes: int

@@ -4,8 +4,9 @@ Plain ops were read from training/transformer.py and ops/reference.py, and are c
 (tests/plan/test_activations.py). Compiled blocks are what Inductor kept in results/h200 (ddp.jsonl, captured_ranks.jsonl: line
 activations of memory_points). Fused ops were read from their save_for_backward, and are compared with torch's fake tensors.
 
-Recomputation keeps results of matmuls and of attention as training/kept_results.py chooses them. Of compiled blocks that
-recompute it is assumed that Inductor keeps those and the input, and that backward computes all the rest before it uses any.
+Recomputation keeps results of matmuls and of attention as training/kept_results.py chooses them. For compiled
+blocks that recompute we assume that Inductor keeps these results and the input, and that backward computes the rest before using
+any of it.
 """
 
 from dataclasses import replace
@@ -38,7 +39,7 @@ _FLASH = "attention keeps q, k, v, o and the log-sum-exp"
 _SWIGLU = "ops/reference.py swiglu"
 _INPUT = "training/recompute.py: the block's input"
 _RESULTS = ("selective", "narrow")
-"""Both keep results of attention, and of matmuls that do not widen."""
+"""The modes that keep results of attention, and of matmuls that do not widen."""
 
 
 def model_ops(run: RunConfig, *, on_gpu: bool = True) -> ModelOps:
@@ -58,7 +59,7 @@ def model_ops(run: RunConfig, *, on_gpu: bool = True) -> ModelOps:
 def _eager_block(run: RunConfig, widths: Widths, modes: list[str], layer: int, *, on_gpu: bool) -> tuple[Op, ...]:
     e, wide = widths.matmul, _wide_results(run)
     gate = replace(linear_op(widths, "mlp", "N d", "", "f d", widens=True), takes=("dgate",))
-    # Under autocast each of both rounds its input for itself.
+    # Under autocast gate and up each round their input for themselves.
     up = linear_op(widths, "mlp", "N d", "", "f d", keeps_input=widths.autocast, widens=True)
     silu = Op(
         name="mlp",
@@ -106,7 +107,7 @@ def _compiled_block(run: RunConfig, widths: Widths, modes: list[str], layer: int
 
     attention = _attention(run, widths, on_gpu=on_gpu)
     if run.attention not in TILED:
-        # The matrix is kept once more before its softmax; results/h200/compile.jsonl, whose peaks this was fitted to.
+        # The matrix is kept once more, from before its softmax. This was fitted to the peaks of results/h200/compile.jsonl.
         scores, softmax, values = attention
         matrix = tuple(tensor(name, e, "B H S S", INDUCTOR) for name in ("probabilities", "scores"))
         attention = (
@@ -190,8 +191,8 @@ def _projection(run: RunConfig, widths: Widths) -> Op:
 def _output(run: RunConfig, widths: Widths, *, on_gpu: bool) -> Op:
     """The projection of attention's output. It keeps that output itself where a kernel writes it as (B, S, H, D), else a copy.
 
-    Kernels write it as q lies in memory: (B, H, S, D) as the plain rotation leaves it. Memory-efficient attention and flash-attn-4
-    do not care.
+    Kernels write the output in q's layout, which is (B, H, S, D) after the plain rotation. Memory-efficient attention and
+    flash-attn-4 write (B, S, H, D) whatever q's layout is.
     """
     as_needed = run.ops == "fused" or run.attention == "flash_attn_4"
     as_needed = as_needed or (on_gpu and (run.compile != "none" or _is_efficient(run, widths)))
@@ -209,7 +210,7 @@ def _heads_are_rows(run: RunConfig) -> bool:
 
 
 def _keeps_joint(run: RunConfig) -> bool:
-    """Whether attention keeps the joint projection, because v is a view of it; a bmm copies v unless it lies as it takes it."""
+    """Whether attention keeps the joint projection, because v is a view of it; a bmm copies v unless it can take v's layout."""
     return run.attention in TILED or run.batch_size == 1 or model_of(run).heads == 1
 
 

@@ -44,7 +44,7 @@ class LiveTensors:
         self.peaks: dict[str, Moment] = {}
         self._phase = "init"
         self._most_bytes = 0
-        """The most of this phase so far."""
+        """The most allocated bytes of this phase so far."""
         self._is_fullest = False
         """Whether this is the fullest moment of the phase so far, and `peaks` does not have it yet."""
         self._requested = dict.fromkeys(CATEGORIES, 0)

@@ -33,7 +33,7 @@ _WEIGHT_BYTES = {"fp32": 4, "tf32": 4, "bf16_autocast": 4, "fp16_autocast": 4, "
 class Sending:
     """What is held when backward sends a unit: its whole gradients, shards of units sent before, what earlier blocks saved.
 
-    With an update in backward the same when a part is updated, or its bucket sent.
+    With an update in backward: the same when a part is updated, or its bucket is sent.
     """
 
     activations_share: float
@@ -78,7 +78,7 @@ def weight_bytes(precision: str) -> int:
 
 
 def transformer_parameters(model: ModelConfig, precision: str, ops: str = "plain") -> tuple[ParameterSize, ...]:
-    """The built-in model's parameters in the module's order; fused, gate and up are one.
+    """The built-in model's parameters in the module's order; with fused ops, gate and up are one.
 
     Each block is a unit; embedding, last norm and head are another.
     """

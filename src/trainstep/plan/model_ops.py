@@ -242,7 +242,7 @@ def head_ops(run: RunConfig, widths: Widths) -> tuple[Op, ...]:
         backward=(_logits("logits' gradient", 4, "N V"), _logits("loss's gradient", 4, "N V")),
     )
     # The logits are widened for the loss, so that their gradient is narrowed for the head's matmuls.
-    # In forward the logits are there until the loss is, because variables of the model's forward hold them, and what is normed.
+    # Variables of the model's forward hold the logits, and the output of the norm, until the loss is computed.
     cast = []
     if e < 4:
         normed = (tensor("output of the norm", 4, "N d"),) if widths.autocast and run.compile == "none" else ()

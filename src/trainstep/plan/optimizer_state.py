@@ -24,9 +24,9 @@ class StateBytes(NamedTuple):
     """Bytes of an optimizer's state."""
 
     whole: int
-    """From the first step on."""
+    """All of it, from the first step on."""
     from_start: int
-    """Of that, what is there before: masters."""
+    """The part that is there before the first step: masters."""
     in_update: int
     """Temporary tensors of the update."""
 
@@ -45,7 +45,7 @@ class Optimizer:
     by_bucket: bool = False
 
     def state(self, updated: Sequence[Updated], steps: Sequence[Sequence[Updated]] = ()) -> StateBytes:
-        """Its state for what a rank updates, at once or in several `steps`."""
+        """The bytes of its state for the pieces that a rank updates, at once or in several `steps`."""
         masters_bytes = sum(_MASTER_BYTES * piece.numel for piece in updated) if self.masters else 0
         moments_bytes = _MOMENTS * (masters_bytes if self.masters else sum(piece.nbytes for piece in updated))
         return StateBytes(

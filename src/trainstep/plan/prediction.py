@@ -28,12 +28,12 @@ CONTEXT_BYTES = 617 * 2**20
 KERNELS_BYTES = 132 * 2**20
 """Kernels of torch that a step loads (results/h200/memory.jsonl: kernels_bytes)."""
 _TRITON_BYTES = 70 * 2**20
-"""More where Triton's are loaded too (results/h200/memory_captured.jsonl)."""
+"""Further bytes where Triton's kernels are loaded too (results/h200/memory_captured.jsonl)."""
 NCCL_BYTES = 844 * 2**20
 """NCCL's buffers, the same for 2 and 4 ranks of a machine (results/h200/ddp.jsonl, ddp_xl_four.jsonl: nccl_bytes)."""
 
-# Relative half-widths of intervals. Where records were graded (`trainstep plan --grade results/h200`) at least 95 % of their errors
-# are below; what no record has yet is given twice to four times as much.
+# Relative half-widths of intervals. Where records were graded (`trainstep plan --grade results/h200`) at least 95 % of the errors
+# are smaller; options that no record has yet get twice to four times as much.
 _MEASURED_ALLOCATED, _MEASURED_RESERVED = 0.02, 0.04
 _COMPILED_RESERVED = 0.085
 _MOST_CUTS = 5
@@ -50,7 +50,7 @@ Trace = Callable[[RunConfig], TracedStep]
 class Prediction:
     """A rank's memory. `interval`: relative half-widths of allocated and reserved bytes. `unmeasured`: options no record has.
 
-    `traced`: the trace of a model of the user's own, and `trace` what makes others.
+    `traced`: the trace of a model of the user's own; `trace`: makes the traces of changed runs.
     """
 
     config: RanksConfig
@@ -77,7 +77,7 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> int:
-        """What the driver would show: reserved, and what is outside."""
+        """The memory that the driver would show: what the allocator reserves, and what is outside of it."""
         return self.reserved_bytes + self.outside_bytes
 
     @property
@@ -102,7 +102,7 @@ class Prediction:
 
     @property
     def spare_bytes(self) -> int:
-        """Memory left beside what is needed; negative if it is short. Short of tensors, if these do not fit."""
+        """Memory left beside what is needed; negative if it is short. If not even the tensors fit, it is what they lack."""
         assert self.gpu_memory_bytes is not None
         used = self.needed_bytes if self.fits else self.allocated_bytes + self.outside_bytes
         return self.gpu_memory_bytes - used
@@ -177,8 +177,8 @@ def _fullest_ranks(config: RanksConfig) -> Sequence[int]:
     if not isinstance(config.run.model, ModelConfig):
         return range(config.ranks)
     parameters = transformer_parameters(config.run.model, config.run.precision, config.run.ops)
-    held = [expected_memory(config, parameters, rank=rank) for rank in range(config.ranks)]
-    state = [0 if one is None else one.after_step.total_bytes for one in held]
+    memories = [expected_memory(config, parameters, rank=rank) for rank in range(config.ranks)]
+    state = [0 if memory is None else memory.after_step.total_bytes for memory in memories]
     return (state.index(max(state)),)
 
 
@@ -195,24 +195,24 @@ def beside_allocator(config: RanksConfig) -> dict[str, int]:
 
 
 def cuts(prediction: Prediction) -> list[Cut]:
-    """Changes of options, each on top of those before it, until the step fits; what is largest is cut first.
+    """Changes of options, each on top of those before it, until the step fits; the largest category is cut first.
 
     One change if it fits already, or no GPU is known; empty if nothing saves 3 %.
     """
-    found: list[Cut] = []
+    chosen: list[Cut] = []
     for _ in range(_MOST_CUTS):
-        before = found[-1].prediction if found else prediction
+        before = chosen[-1].prediction if chosen else prediction
         cut = _first_cut(before)
         if cut is None:
             break
-        found.append(cut)
+        chosen.append(cut)
         if cut.prediction.fits is not False and not cut.prediction.is_tight:
             break
-    return found
+    return chosen
 
 
 def _first_cut(prediction: Prediction) -> Cut | None:
-    """The first change of the largest category that saves enough; if less is missing than it saves, the mildest that fits."""
+    """The first change that saves 3 % of what is needed, from the largest category on, and in a category from the mildest on."""
     categories = prediction.memory.peak.categories
     least_bytes = _LEAST_SHARE * prediction.needed_bytes
     for term in sorted(categories, key=lambda name: -categories[name]):
@@ -220,7 +220,7 @@ def _first_cut(prediction: Prediction) -> Cut | None:
             break
         for options, config in _changes(prediction, term):
             if prediction.fits and prediction.traced and config.run != prediction.config.run:
-                continue  # it would be traced anew, for a hint that is not needed
+                continue  # the hint is not needed, and would cost another trace
             try:
                 after = predict(config, gpu_memory_bytes=prediction.gpu_memory_bytes, steps=2, trace=prediction.trace)
             except ValueError:  # a model without blocks cannot recompute them
@@ -232,7 +232,7 @@ def _first_cut(prediction: Prediction) -> Cut | None:
 
 
 def _changes(prediction: Prediction, term: str) -> Iterator[tuple[str, RanksConfig]]:
-    """Changes that cut a category, those first that cost least time, of those that the config allows."""
+    """Changes that cut a category and that the config allows; those that cost least time come first."""
     config, run = prediction.config, prediction.config.run
     changes: list[dict[str, object]] = []
     is_own = prediction.traced is not None
@@ -256,7 +256,7 @@ def _changes(prediction: Prediction, term: str) -> Iterator[tuple[str, RanksConf
 
 
 def _recomputations(prediction: Prediction) -> list[dict[str, object]]:
-    """Modes of recomputation: the mildest of which a formula of kept bytes says that it may be enough, then the stronger."""
+    """Changes of recomputation: first the mildest that may be enough by the formula of kept bytes, then stronger ones."""
     run = prediction.config.run
     if run.recompute_every != 1 or run.compile == "model":
         return []

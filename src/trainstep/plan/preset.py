@@ -6,8 +6,8 @@ A new value to try is one row of `CHANGES`. A row costs a trial first: one proce
 losses are right, and that they are not far slower. Only then are several processes interleaved with the best so far, and the change
 is kept if the comparison calls it faster (docs/decisions/0021-presets-by-greedy-search.md).
 
-[Note: values of one option] Of rows that follow each other and set the same option all have their trials first. The fastest is
-compared first, and one that took clearly longer alone is not compared: of six attentions at most one is taken, and a comparison
+[Note: values of one option] Rows that follow each other and set the same option all have their trials first. The fastest value is
+compared first, and a value that took clearly longer alone is not compared: at most one of six attentions is taken, and a comparison
 takes as long as six trials.
 """
 
@@ -43,9 +43,9 @@ class Change:
     otherwise: Options = field(default_factory=dict)
     when: str = ALWAYS
     built_in: bool = False
-    """Has an effect on the built-in model only."""
+    """Whether it has an effect on the built-in model only."""
     package: str = ""
-    """What must be installed; empty: nothing more."""
+    """The package that must be installed; empty: none."""
 
 
 def _row(
@@ -56,7 +56,7 @@ def _row(
 
 _UNCAPTURED, _EVERY = {"capture": "none"}, {"recompute_every": 1, "narrow_blocks": 0}
 _KEPT_ATTENTION = {"attention": "trainstep"}
-"""Whose result recomputation can keep, in place of flex and flash_attn_4."""
+"""The attention whose result recomputation can keep, in place of flex and flash_attn_4."""
 CHANGES = (
     _row(IF_TOO_LARGE, recompute="selective"),
     _row(IF_TOO_LARGE, recompute="narrow"),
@@ -77,14 +77,14 @@ CHANGES = (
     _row(IF_LESS, recompute="selective", otherwise=_KEPT_ATTENTION),
     _row(IF_LESS, recompute="narrow", otherwise=_KEPT_ATTENTION),
 )
-"""What is tried, the largest expected gain first. Less recomputation comes last, when other changes may have made room."""
+"""The changes to try, the largest expected gain first. Less recomputation comes last, when other changes may have made room."""
 _BEFORE_PRECISIONS = "capture"
-"""Allowed precisions come after it: a step that waits for the host is noisy, so that a comparison takes minutes, and hides what
-its kernels gain. They come before all else, because they decide which attentions can run."""
+"""Allowed precisions are tried right after this option: without it a step may wait for the host, which is noisy, so that a
+comparison takes minutes, and hides what kernels gain. They come before the rest, since they decide which attentions can run."""
 
 
 _CLEARLY = 1.03
-"""By how much the fastest steps of two trials differ that no noise explains. [Note: values of one option]"""
+"""The ratio of the fastest steps of two trials above which noise does not explain it. [Note: values of one option]"""
 
 
 def changes_within(
@@ -108,7 +108,7 @@ class Result:
     """The step's time in the trial of `fitting`; None until two runs of it have shown that changes can be tried from it."""
     steps: list[Step] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
-    """What the budget left, or what a dry run would measure next."""
+    """Changes for which the budget was too small, or which a dry run would measure next."""
     trouble: str = ""
     """Why nothing can be tried from this start."""
     whole: Step | None = None
@@ -140,7 +140,7 @@ class _Search(Trials):
         """Key -> the change that led to it."""
         self._trials: dict[tuple[str, int], Trial] = {}
         self._compared_of: tuple[frozenset[str], str, float] | None = None
-        """Of values of one option: its name, the first value that was compared, and that one's time alone."""
+        """The last option with a comparison, the first of its values that was compared, and the time of that value alone."""
 
     def run(self, changes: Sequence[Change]) -> Result:
         result = self.result
@@ -218,7 +218,7 @@ class _Search(Trials):
             return math.inf
 
     def _why_slower(self, change: Change, options: Options) -> str:
-        """Why a value need not be compared: another one of its option was clearly faster alone; empty if it need."""
+        """Why a value need not be compared: another value of its option was clearly faster alone. Empty if it must be."""
         if self._compared_of is None or self._compared_of[0] != frozenset(change.options):
             return ""
         _, name, fastest_s = self._compared_of
@@ -236,7 +236,7 @@ class _Search(Trials):
             return Step(change=name, reason=why)
         key = self.key_of(options)
         if key == self.key_of(self.result.best):
-            return Step(change=name, reason="is so already")
+            return Step(change=name, reason="is already set")
         if key in self._keys:
             return Step(change=name, reason=f"these are the options of {self._keys[key]}, which was tried")
         if why := self._why_slower(change, options):

@@ -21,7 +21,7 @@ from trainstep.plan.optimizer_state import Updated
 from trainstep.plan.replicated_tensors import InBuckets, Replicated, Setup, UpdatedInBackward
 
 _LEAST_COPIED_BYTES = 2**20
-"""Smaller messages go by the library: `least_bytes` of parallel/copies/messages.py, which a test compares."""
+"""Smaller messages go through the library. A test compares it with `least_bytes` of parallel/copies/messages.py."""
 
 
 class InUnits(Replicated):

@@ -26,9 +26,9 @@ from typing import Any
 
 MODES = ("none", "selective", "narrow", "block")
 _EXACT_KINDS = 3
-"""Up to this many different blocks bytes are not rounded."""
+"""With up to this many different kinds of blocks, bytes are not rounded."""
 _STEPS = 4096
-"""Else they are rounded up to the total over this."""
+"""With more kinds, bytes are rounded up to multiples of the total divided by this."""
 _State = tuple[int, float, Any]
 """Kept bytes of the blocks so far, their added time, and their modes as a linked list with the last block's first."""
 _REMEDIES = {
@@ -60,11 +60,11 @@ class StepCost:
 
     blocks: Sequence[BlockCost]
     held_bytes: int
-    """All the time: weights, optimizer state, batch, gradients that are there before, what is computed before the first block."""
+    """Always held: weights, optimizer state, batch, gradients that are there before, what is computed before the first block."""
     head_bytes: int
     """Most held between the last block's forward and its backward, beside what the blocks keep."""
     after_head_bytes: int = 0
-    """Left of that during the blocks' backward: the head's gradients, and what a strategy gathers and sends then."""
+    """What is left of these during the blocks' backward: the head's gradients, and what a strategy gathers and sends then."""
     optimizer_bytes: int = 0
     """Everything held at the peak of the optimizer."""
     may_chain: bool = True
@@ -99,7 +99,7 @@ class BudgetTooSmall(ValueError):
 
 
 def slowest_and_largest(steps: Sequence[StepCost]) -> StepCost:
-    """What one step costs at most on any of several ranks, block by block, each byte and each second for itself.
+    """The costs of a step on several ranks: each number is the largest on any rank, block by block.
 
     A choice that fits these bytes fits on every rank, and a step takes as long as on the slowest rank.
     """
@@ -184,8 +184,8 @@ def _peak(step: StepCost, modes: Sequence[str], chains: Sequence[int]) -> tuple[
     moments = [(step.held_bytes + prefix[-1] + step.head_bytes, "head"), (step.optimizer_bytes, "optimizer")]
     for index, (block, mode) in enumerate(zip(blocks, modes, strict=True)):
         before = prefix[index] + (sum(kept[starts[index] + 1 : index]) if chains else 0)
-        held = step.held_bytes + before + block.backward_bytes[mode] + step.after_head_bytes + gradients[index]
-        moments.append((held, "backward"))
+        held_bytes = step.held_bytes + before + block.backward_bytes[mode] + step.after_head_bytes + gradients[index]
+        moments.append((held_bytes, "backward"))
     return max(moments, key=lambda moment: moment[0])
 
 
@@ -241,7 +241,7 @@ def _least_time(step: StepCost, budget_bytes: int) -> list[str] | None:
 
 
 def _least_times(states: Iterable[_State]) -> list[_State]:
-    """The states than which no other has as few bytes and as little time."""
+    """The states that no other state equals or beats in both bytes and time."""
     best: list[_State] = []
     for state in sorted(states, key=lambda state: state[:2]):
         if not best or state[1] < best[-1][1]:

@@ -45,7 +45,7 @@ class Replicated:
         self._state: dict[int, list[Tensor]] = {}
         """Number of a piece -> its moments."""
         self._sent: list[Tensor] = []
-        """Casts that are being averaged."""
+        """Casts of gradients, which are being averaged."""
 
     def build(self) -> None:
         """Make what is there before the first step."""
@@ -118,7 +118,7 @@ class Replicated:
         self.update_pieces(0, self.pieces())
 
     def update_pieces(self, first: int, pieces: Sequence[Updated]) -> None:
-        """Update these pieces, of which the first has this number: their state is made in the first step."""
+        """Update these pieces, numbered from `first` on. Their state is made in the first step."""
         live, sizes = self.live, [piece.numel * self._state_bytes(piece) for piece in pieces]
         copies = [live.new(size, TEMPORARY) for size in sizes] if self.masters and self.run.adamw != "trainstep" else []
         for number, size in enumerate(sizes, start=first):

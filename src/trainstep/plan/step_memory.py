@@ -32,7 +32,7 @@ def alone(run: RunConfig) -> RanksConfig:
 
 
 def replay(config: RanksConfig, *, rank: int = 0, steps: int = STEPS, traced: TracedStep | None = None) -> StepMemory:
-    """The memory of a rank's step on a GPU. ValueError for what has no formulas: a user's model, torch's strategies.
+    """The memory of a rank's step on a GPU. ValueError for torch's strategies, and for a user's model without `traced`.
 
     `steps`: how many are replayed, at least 2; with 2 what is reserved is less exact, so a captured step has 3. `traced`: the trace
     of this config's model, which is replayed in the place of formulas.
@@ -86,16 +86,16 @@ class _Replay(StepReplay):
     def drop_kept(self) -> None:
         for _, tensors in self._kept:
             self._live.drop(tensors)
-        for held in self._held:
-            self._live.drop(tensor for tensors in held.values() for tensor in tensors)
+        for results in self._held:
+            self._live.drop(tensor for tensors in results.values() for tensor in tensors)
         self._kept.clear()
         self._held.clear()
 
     # Forward.
 
     def forward(self, *, keeps: bool) -> None:
-        # Autograd keeps them only in blocks that keep all. Autocast's cache has them until forward ends, but a compiled block
-        # rounds its weights inside its graph, where there is no cache.
+        # Autograd keeps copies of weights only in blocks that keep all. Autocast's cache has them until forward ends, but a
+        # compiled block rounds its weights inside its graph, where there is no cache.
         copies: list[Tensor] = []
         ranks = self._ranks
         ranks.before_forward(ROOT)
@@ -134,8 +134,8 @@ class _Replay(StepReplay):
         self._live.drop(variables)
 
     def _forward_recomputed(self, block: Block, copies: list[Tensor]) -> None:
-        """A block of which only its mode's results stay."""
-        held: dict[Kept, list[Tensor]] = {}
+        """Run a block's forward and keep only what its mode keeps."""
+        results: dict[Kept, list[Tensor]] = {}
         passing: list[Tensor] = []
         for op in block.ops:
             made = [(tensor, False) for tensor in op.forward] + [(tensor, True) for tensor in op.kept]
@@ -144,7 +144,7 @@ class _Replay(StepReplay):
             for tensor, of_kept in made:
                 new = self._new(tensor, op.name) if of_kept else self._temporary(tensor)
                 if block.keeps(tensor, of_kept=of_kept):
-                    held.setdefault(tensor, []).append(new)
+                    results.setdefault(tensor, []).append(new)
                 elif tensor.category == COPY and self._run.compile == "none":
                     copies.append(new)
                 else:
@@ -152,7 +152,7 @@ class _Replay(StepReplay):
             self._live.drop([*self._passing, *passing])
             self._passing, passing = [], temporary
         self._passing = passing
-        self._held.append(held)
+        self._held.append(results)
 
     def _forward_op(self, op: Op, given: dict[Kept, list[Tensor]] | None = None, *, is_last: bool = False) -> None:
         """`given`: tensors that are there already. `is_last`: recomputation stops when the op has its inputs."""
@@ -213,7 +213,7 @@ class _Replay(StepReplay):
             live.drop([self._incoming.pop(name) for name in op.takes or tuple(self._incoming)])
             live.drop(made[op.gives :])
             for number, tensor in enumerate(made[: op.gives]):
-                # Two gradients of one name are those of one tensor's two uses.
+                # Two gradients with one name belong to two uses of one tensor.
                 name = op.backward[number].name
                 self._incoming[name if name not in self._incoming else f"{name} again"] = tensor
         live.drop(kept)

@@ -36,7 +36,7 @@ class StepMemory:
 
 
 class StepReplay(ABC):
-    """One rank's steps. A subclass runs the model: `run` of the config, `live` tensors, and the strategy's in `ranks`."""
+    """One rank's steps. A subclass runs the model on `live`, all live tensors, and `ranks`, the tensors of the strategy."""
 
     def __init__(self, setup: Setup) -> None:
         self.run_config, self.live, self.ranks = setup.config.run, setup.live, rank_tensors(setup)

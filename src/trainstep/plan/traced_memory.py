@@ -18,7 +18,7 @@ HELD = "kept by the model's own code"
 
 
 def stored_parameters(traced: TracedStep, precision: str) -> tuple[ParameterSize, ...]:
-    """The parameters as a rank stores them, though fsdp may gather them, and the trace compute, in fewer bits."""
+    """The parameters as a rank stores them; fsdp may gather them in fewer bits, in which the trace computes."""
     stored = weight_bytes(precision)
     return tuple(
         replace(parameter, element_bytes=stored) if parameter.element_bytes < stored else parameter

@@ -45,7 +45,7 @@ from trainstep.records.compare import Comparison
 Options = Mapping[str, Any]
 """Flat config fields, as the command line gives them."""
 HOPELESS = 1.5
-"""A change of which two trials take this many times the best's time is not compared further."""
+"""A change is not compared further if two of its trials take this many times the best's time."""
 _ROUNDOFF = {"fp32": 2**-24, "tf32": 2**-11, "fp16_autocast": 2**-11}
 _BF16_ROUNDOFF = 2**-8
 _SHARE, _LEAST = 2**-6, 2**-20
@@ -55,7 +55,7 @@ _CALM, _FEWEST_STEPS = 1 / 4, 4
 
 
 def name_of(options: Options) -> str:
-    """`compile block with capture none`"""
+    """The options in words, as `compile block with capture none`."""
     return " with ".join(f"{name} {'none' if value is None else value}" for name, value in options.items())
 
 
@@ -66,7 +66,7 @@ class Trial:
     failure_kind: str = ""
     """Empty if it ran."""
     phase: str = ""
-    """Where it failed."""
+    """The phase in which it failed."""
     message: str = ""
     losses: tuple[float | None, ...] = ()
     others: tuple[tuple[float, ...], ...] = ()
@@ -126,7 +126,7 @@ def calm_steps(runs: Sequence[Sequence[float]], allowed: float) -> int:
 
 
 class BudgetSpent(Exception):
-    """A measurement did not run."""
+    """The budget was too small for a measurement, which did not run."""
 
 
 class Reference(NamedTuple):
@@ -135,9 +135,9 @@ class Reference(NamedTuple):
     precision: str
     losses: Sequence[float]
     others: Sequence[Sequence[float]] = ()
-    """Those of further runs. [Note: the nearest run]"""
+    """Losses of further runs. [Note: the nearest run]"""
     steps: int | None = None
-    """How many of them count; None: the calm ones. [Note: calm steps]"""
+    """How many of the first steps count; None: the calm ones. [Note: calm steps]"""
 
 
 class LossCheck(NamedTuple):
@@ -191,7 +191,7 @@ class Trials:
         self.reference = Reference(precision, first, others, steps)
         if why := again.message or check.why:
             return (
-                f"a second run of the start with the same seed is not alike ({why}), so no change's loss can be checked; draw "
+                f"a second run of the start with the same seed has other losses ({why}), so no change's loss can be checked; draw "
                 "weights and batches from run.seed"
             )
         return ""
@@ -232,7 +232,7 @@ class Trials:
             return step, tried
         if fastest_s and alone_s and alone_s > HOPELESS * fastest_s * work:
             # A neighbour may have slowed the whole process: a second one must be as slow before the change is given up.
-            with suppress(BudgetSpent):  # without it the comparison decides, of which some may be on disk
+            with suppress(BudgetSpent):  # else the comparison decides, part of which may be on disk
                 alone_s = min(alone_s, self.measured(after, 1).step_s or alone_s)
                 tried = replace(tried, step_s=alone_s)
                 if alone_s > HOPELESS * fastest_s * work:

@@ -4,8 +4,8 @@
     write_benchmarks(path, {"step": [0.0123, 0.0125]}, environment)
 
 The format is that of pytest-benchmark 4 and 5: `machine_info`, `commit_info`, `benchmarks` with `fullname` and `stats` in seconds,
-`datetime`, `version`. Files that we write have our environment under `machine_info.trainstep`, so that they can be a baseline: a
-time without the machine it was measured on is no baseline.
+`datetime`, `version`. Files that we write have our environment under `machine_info.trainstep`, because a baseline must say on which
+machine it was measured.
 """
 
 import json
@@ -33,11 +33,11 @@ class Benchmarks:
     machine: Mapping[str, Any] = field(default_factory=dict)
     """pytest-benchmark's description of the machine."""
     environment: Mapping[str, Any] | None = None
-    """Ours; None in a file that pytest-benchmark wrote."""
+    """trainstep's environment; None in a file that pytest-benchmark wrote."""
 
 
 def read_benchmarks(path: Path) -> Benchmarks:
-    """The benchmarks of a file. ValueError in a sentence for a file that is missing, no such JSON, or has a time of no length."""
+    """The benchmarks of a file. ValueError, in a sentence, if it is missing, is other JSON, or has a time of 0."""
     check_regular(path)
     try:
         plain = json.loads(path.read_bytes())

@@ -21,7 +21,7 @@ In 500 simulations with 20 pairs for each kind of noise (2 %, 10 %, Student's t2
 found under 2 % noise in over 98 %.
 
 Pairs of turns cannot see a bias that lasts as long as a process, such as where its memory happens to lie (2 % a process, say): all
-turns of variant a share it. So variants are run by several pairs of processes (measure/harness/interleave.py), and where the
+turns of one variant share it. So variants are run by several pairs of processes (measure/harness/interleave.py), and where the
 records say how long each process ran, the pair of processes is the unit: its log ratio is the median over its pairs of turns, and
 the interval is Student's interval of the mean. Older records, and workloads that measure many cells in a process, have one pair of
 processes.
@@ -53,7 +53,7 @@ class Comparison:
     """b against a in one quantity of time. `ratio` is b / a, and `low` to `high` is its 99 % interval; None where unknown."""
 
     verdict: str
-    """One of VERDICTS, of b."""
+    """One of VERDICTS, for b."""
     reason: str
     """One sentence."""
     quantity: str = ""
@@ -70,7 +70,7 @@ class Comparison:
     within: float | None = None
     """The minimum effect, where the whole interval lies within it: it shows that there is no difference worth a verdict."""
     is_cut_off: bool = False
-    """Whether a budget ended it, with the pairs of `each`, so that it may go on."""
+    """Whether a budget ended the comparison after the pairs of `each`; it may then be continued."""
 
     @property
     def word(self) -> str:
@@ -128,7 +128,7 @@ def compare_records(
             return Comparison(verdict="cannot tell", reason=reason, quantity=quantity)
     difference = a.environment.difference(b.environment, *_SAME_ENVIRONMENT)
     if difference and not allow_mixed:
-        raise ValueError(f"unlike environments: {difference}; allow mixed ones to compare them all the same")
+        raise ValueError(f"different environments: {difference}; allow mixed ones to compare them anyway")
     for side, record in (("a", a), ("b", b)):
         if quantity not in record.samples:
             known = ", ".join(record.samples) or "no samples at all"

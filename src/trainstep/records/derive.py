@@ -117,7 +117,7 @@ def bandwidth(record: Record) -> Bandwidth | None:
     time_s = median(samples.values)
     if not time_s:
         return None
-    between_nodes = bool(record.fact("node_bytes"))  # whose links are no part of a GPU's data sheet
+    between_nodes = bool(record.fact("node_bytes"))  # a GPU's data sheet has no links between nodes
     on_link = record.config.get("backend") == "nccl" and not between_nodes
     spec = machine_spec(record.environment.gpu) if on_link else None
     link = spec.link_bytes_per_s if spec else None
@@ -132,7 +132,7 @@ def bandwidth(record: Record) -> Bandwidth | None:
 def fit_latency(payload_bytes: Sequence[int], times_s: Sequence[float]) -> LatencyFit | None:
     """Fit latency and bandwidth by least squares of the relative residuals, (alpha + bytes / beta) / t - 1.
 
-    None for fewer than LEAST_SIZES sizes, or if time does not grow with size.
+    None for fewer than LEAST_SIZES sizes, or if the time does not grow with the size.
     """
     # The residuals are relative because the largest sizes take a thousand times as long as the smallest: absolute residuals of the
     # large sizes alone would decide the fit.

@@ -286,6 +286,7 @@ FACTS: Mapping[str, FactKind] = {
     "timed_windows": FactKind(
         "count", int, "windows that this process has ended; timed_s and timed_steps are the last one's"
     ),
+    "fusable_parts": FactKind("count", int, "modules of the script that compute what one of trainstep's ops does"),
     "loader_batch_size": FactKind("count", int, "sequences in a batch of the data loader that was read first"),
     "script_precision": FactKind("", str, "autocast's dtype, else the weights', else that of fp32 matmuls"),
     "process": FactKind("", str, "which window of a proof the record is of"),

@@ -1,4 +1,4 @@
-"""The file of a gate: what it compares, every run as soon as it has ended, and the verdict. A killed gate goes on from it.
+"""The file of a gate: what the gate compares, each run once it has ended, and the verdict. A killed gate continues from its file.
 
     file = GateFile(Path("runs/main-against-head.gate"))
     with file.locked():
@@ -7,8 +7,8 @@
 
 Lines of JSON: the plan first, then runs, the ending last. A last line that a kill tore is cut off.
 
-A block is four runs, base head head base, or head base base head in every other block. Only whole blocks count: a run whose
-neighbours ran an hour later is no neighbour of theirs. The time of the others is used up all the same.
+A block is four runs, base head head base, or head base base head in every other block. Only complete blocks count, because runs are
+compared only if they followed each other directly. The time of runs in incomplete blocks still counts towards the budget.
 """
 
 import json
@@ -27,7 +27,7 @@ from trainstep.records.sequential import Block
 
 BASE, HEAD = SIDES = ("base", "head")
 WARMUP = -1
-"""The block of the runs that come first, one of each side, which are not compared."""
+"""Block number of the first runs, one of each side, which are not compared."""
 FORMAT = 1
 
 
@@ -36,7 +36,7 @@ class Plan:
     """What a gate compares and how. Two processes with equal plans may share a file."""
 
     base: str
-    """What the user named, with the commit it stood for, as `main at 1f0c2a9`."""
+    """The name that the user gave, with its commit: `main at 1f0c2a9`."""
     head: str
     command: tuple[str, ...]
     setup: str | None = None
@@ -46,18 +46,20 @@ class Plan:
     """The slowdown that head may not have, as a share."""
     budget_s: float
     environment: Mapping[str, Any]
-    """Processor, memory, packages: where the gate ran."""
+    """Where the gate ran: processor, memory, packages."""
     format: int = FORMAT
 
     def difference(self, other: "Plan") -> str | None:
-        """The first field that differs, as a sentence about this plan against the other one; None if none does."""
+        """A sentence about the first field in which the other plan differs from this one; None if none differs."""
         for name in (item.name for item in fields(self)):
-            mine, its = getattr(self, name), getattr(other, name)
+            value, other_value = getattr(self, name), getattr(other, name)
             if name == "environment":
-                changed = [key for key in mine.keys() | its.keys() if mine.get(key) != its.get(key)]
-                name, mine, its = (changed[0], mine.get(changed[0]), its.get(changed[0])) if changed else (name, 0, 0)
-            if mine != its:
-                return f"its {name} is {_words(its)} and not {_words(mine)}"
+                changed = [key for key in value.keys() | other_value.keys() if value.get(key) != other_value.get(key)]
+                name, value, other_value = (
+                    (changed[0], value.get(changed[0]), other_value.get(changed[0])) if changed else (name, 0, 0)
+                )
+            if value != other_value:
+                return f"its {name} is {_words(other_value)} and not {_words(value)}"
         return None
 
 
@@ -68,7 +70,7 @@ class Run:
     block: int
     side: str
     used_s: float
-    """Seconds of the budget that it took, the gate's own work around it included."""
+    """Seconds of the budget that the run took, including the gate's own work around it."""
     seconds: Mapping[str, float]
     wall_s: float
     cpu_s: float
@@ -76,11 +78,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a gate ended. `verdict`: of records/sequential.py."""
+    """How a gate ended. `verdict`: one of VERDICTS of records/sequential.py."""
 
     verdict: str
     reason: str = ""
-    """Why, if no interval decided: a failed command, a changed set of cells, the time."""
+    """The reason for the verdict if no interval decided: a failed command, a changed set of cells, the time."""
     output: tuple[str, ...] = ()
     """The end of what a failed command printed."""
     notes: tuple[str, ...] = ()
@@ -88,18 +90,18 @@ class Ending:
     is_over: bool = False
     """Whether the last look was the one at the end of the time."""
     exhausted: bool = False
-    """Whether a stored baseline had no more runs."""
+    """Whether a stored baseline ran out of runs."""
 
 
 class GateFile:
-    """One file, of one gate. ValueError in a sentence for a file that is none, or of another gate."""
+    """The file of one gate. ValueError, in a sentence, for a file that is not a gate's, or is another gate's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep the file for this process. ValueError if another one has it, or if it cannot be written."""
+        """Lock the file for this process. ValueError if another process has locked it, or if it cannot be written."""
         with locked_file(self.path) as made_here:
             try:
                 yield
@@ -108,12 +110,12 @@ class GateFile:
                     self.path.unlink(missing_ok=True)
 
     def open_for(self, plan: Plan) -> tuple[list[Run], Ending | None]:
-        """The runs of this gate so far, and its ending; in a new file the plan is written. ValueError for another gate's file."""
-        found = self.read()
-        if found is None:
+        """The gate's runs so far, and its ending. Writes the plan into a new file. ValueError for another gate's file."""
+        content = self.read()
+        if content is None:
             self._append({"plan": asdict(plan)})
             return [], None
-        old, runs, ending = found
+        old, runs, ending = content
         if difference := plan.difference(old):
             raise ValueError(f"{self.path}: holds another gate: {difference}; name another --out, or remove it")
         return runs, ending
@@ -166,12 +168,12 @@ def used_seconds(runs: Sequence[Run]) -> float:
 
 
 def blocks_of(runs: Sequence[Run]) -> list[Block]:
-    """The whole blocks, each with the log ratio of its cells: the mean log time of head's runs less that of base's."""
+    """The complete blocks, each with its cells' log ratios: mean log time of head's runs less that of base's runs."""
     blocks, current, used_s = [], list[Run](), 0.0
     for run in runs:
         used_s += run.used_s
         if run.block == WARMUP or (current and run.block != current[0].block):
-            current = []  # a kill left this block unfinished
+            current = []  # a killed gate left this block incomplete
         if run.block == WARMUP:
             continue
         current.append(run)

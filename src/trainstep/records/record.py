@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 FORMAT = 1
 FAILURE_KINDS = ("out_of_memory", "timeout", "crash", "import_error", "unsupported", "divergence", "node_lost")
 """`unsupported`: refused before it ran, as it always would be; this is not an error. `divergence`: replicas that should be equal
-differ. `node_lost`: the cell did nothing wrong, and is measured again where the node is there again."""
+differ. `node_lost`: the cell did nothing wrong, and is measured again once the node is back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Record:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     prediction: Mapping[str, Any] | None = None
-    """What plan says of the config and the GPU (plan/time/recorded.py); None on a CPU, or where there are no formulas."""
+    """plan's prediction for the config and the GPU (plan/time/recorded.py); None on a CPU, or where there are no formulas."""
     failure: Failure | None = None
     format: int = FORMAT
 

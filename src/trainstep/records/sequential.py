@@ -3,29 +3,29 @@
     judge(blocks, budget_s=180, threshold=0.02).verdict     # "pass", "fail", "cannot tell", or "" as long as it is open
 
 The unit is a block: four runs of whole processes in the order base head head base, or head base base head in every other block. Its
-value is the mean log time of the two runs of head less that of base. So what grows or shrinks steadily within a block cancels, and
-what a place in the order costs falls on both. A run is a process (decision 2): what lasts as long as a process, such as where its
-memory lies, is noise here, not bias.
+value is the mean log time of the two runs of head less that of base. So a steady drift within a block cancels, and the cost of a
+place in the order falls on both sides. A run is a process (decision 2): an effect that lasts as long as a process, such as where
+its memory lies, is noise here, not bias.
 
-The interval is that of `compare` for pairs of processes: Student's interval of the mean of log ratios, at 99 %. But whoever looks
-at an interval several times, and stops when it decides, errs several times. So the 1 % is spent over the looks: after a share f of
-the time, at most f times 1 % has been spent (the linear spending function of Lan and DeMets 1983, "Discrete sequential boundaries
-for clinical trials", Biometrika 70), and the look that takes the share from f to g has the interval at level 1 - 1 % (g - f). By
-Bonferroni's inequality all intervals of a gate then hold together with 99 %, however they depend on each other. Looks come after
-1/1024, 1/512 ... 1/4, 1/2 and all of the time, each when the next block ends. So half of the 1 % is left for the last look, whose
-interval is 9 % wider than one without looks, while an early look, which spends little, still decides what is obvious. When looks
-come depends on time alone, never on the ratio.
+The interval is that of `compare` for pairs of processes: Student's interval of the mean of log ratios, at 99 %. But each further
+look at an interval, with a stop as soon as it decides, adds a chance of error. So the 1 % is divided over the looks: after a share
+f of the time, at most f times 1 % has been spent (the linear spending function of Lan and DeMets 1983, "Discrete sequential
+boundaries for clinical trials", Biometrika 70), and the look that takes the share from f to g has the interval at level 1 - 1 % (g
+- f). By Bonferroni's inequality all intervals of a gate then hold together with 99 %, however they depend on each other. Looks come
+after 1/1024, 1/512 ... 1/4, 1/2 and all of the time, each when the next block ends. So half of the 1 % is left for the last look,
+whose interval is 9 % wider than one without earlier looks. An early look spends little and still decides obvious cases. The times
+of the looks never depend on the ratio.
 
-With several cells (benchmarks, sizes) each has its part of the 1 %, so that the promise is that of the whole gate.
+With several cells (benchmarks, sizes) each gets an equal part of the 1 %, so that the 99 % hold for the whole gate.
 
 The rules, with the ratio of head to base and the threshold t:
 
     fail        the interval lies above 1, and the ratio is at least 1 + t, in one cell
     pass        the interval lies below 1 + t, in every cell
-    cannot tell the time is over before that
+    cannot tell the time is over before either
 
-The first is the rule of `compare` for `slower`, with t as its minimum effect. A head that is as fast as base fails at most once in
-200 gates, and one that is slower by t or more passes at most once in 200.
+The rule for `fail` is that of `compare` for `slower`, with t as its minimum effect. A head that is as fast as base fails at most
+once in 200 gates, and one that is slower by t or more passes at most once in 200.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ MINIMUM_BLOCKS = MINIMUM_PAIRS
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """`log_ratios`: cell -> log of head's time over base's. `used_s`: seconds of the budget that are used when the block ends."""
+    """A block. `log_ratios`: cell -> log of head's time over base's. `used_s`: seconds of the budget used when the block ends."""
 
     log_ratios: Mapping[str, float]
     used_s: float
@@ -58,7 +58,7 @@ class CellState:
 
     name: str
     verdict: str = ""
-    """One of VERDICTS; empty while it is open. A decided cell keeps its verdict, its ratio and its interval."""
+    """One of VERDICTS; empty while the cell is open. A decided cell keeps its verdict, its ratio and its interval."""
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -68,28 +68,28 @@ class CellState:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """The state of a gate. `verdict`: one of VERDICTS, or empty while it is open."""
+    """The state of a gate. `verdict`: one of VERDICTS; empty while the gate is open."""
 
     verdict: str
     cells: tuple[CellState, ...]
     looks: int
-    """Number of looks that were taken, each of which spent a part of the 1 %."""
+    """Number of looks so far, each of which spent a part of the 1 %."""
     just_looked: bool
-    """Whether the last block brought a look."""
+    """Whether there was a look after the last block."""
 
     @property
     def decisive(self) -> CellState:
         """The cell that a sentence is about: the first that fails, else the first that is open, else the slowest."""
         for verdict in ("fail", "", "cannot tell"):
-            if found := next((cell for cell in self.cells if cell.verdict == verdict), None):
-                return found
+            if first := next((cell for cell in self.cells if cell.verdict == verdict), None):
+                return first
         return max(self.cells, key=lambda cell: cell.ratio or 0.0)
 
 
 def judge(blocks: Sequence[Block], *, budget_s: float, threshold: float, is_over: bool = False) -> Judgement:
     """Judge the blocks of a gate in their order, with a look wherever one was due, and a last one if the time `is_over`.
 
-    The same blocks always give the same judgement, so that a gate that was killed goes on as if it had not been. `threshold`: the
+    The same blocks always give the same judgement, so a killed gate continues as if it had not been killed. `threshold`: the
     slowdown that head may not have, as a share. ValueError for a threshold below 0, for no block, and for blocks of unlike cells.
     """
     if not threshold >= 0:
@@ -122,7 +122,7 @@ def judge(blocks: Sequence[Block], *, budget_s: float, threshold: float, is_over
 
 
 def _looks(used_s: Sequence[float], budget_s: float, *, is_over: bool) -> Iterator[tuple[int, float]]:
-    """(number of blocks, the part of ALPHA that it spends) of each look."""
+    """For each look: the number of blocks, and the part of ALPHA that the look spends."""
     last, due = 0.0, FIRST_SHARE
     for count, used in enumerate(used_s, 1):
         final = is_over and count == len(used_s)
@@ -135,7 +135,7 @@ def _looks(used_s: Sequence[float], budget_s: float, *, is_over: bool) -> Iterat
 
 
 def _look(name: str, logs: Floats, alpha: float, threshold: float) -> CellState:
-    """The cell with its interval at level 1 - alpha, and the verdict if that decides."""
+    """The cell with its interval at level 1 - alpha, and a verdict if the interval decides."""
     n, middle = len(logs), float(np.mean(logs))
     reach = student_point(n - 1, alpha) * float(np.std(logs, ddof=1)) / n**0.5
     ratio, low, high = (float(np.exp(value)) for value in (middle, middle - reach, middle + reach))
@@ -151,7 +151,7 @@ def _whole(verdicts: Sequence[str]) -> str:
 
 
 def _brought_up_to_date(cell: CellState, logs: Floats, verdict: str) -> CellState:
-    """The cell; where it is open, with the ratio of all blocks, and `cannot tell` once the gate has ended."""
+    """The cell; an open cell gets the ratio of all blocks, and the verdict `cannot tell` once the gate has ended."""
     if cell.verdict:
         return cell
     return CellState(

@@ -113,7 +113,7 @@ def _middle_ranks(n: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.in
 def doubts(record: Record) -> tuple[str, ...]:
     """Short phrases that say why the record's step time (or its first quantity) is doubtful; empty if it is not.
 
-    Whether the host limits the step stands in report/kit/rows.py, because that rule is of a higher layer.
+    Whether the host limits the step is decided in report/kit/rows.py, because that rule belongs to a higher layer.
     """
     samples = record.samples.get("step") or next(iter(record.samples.values()), None)
     phrases = _doubts_about_times(samples) if samples is not None and samples.values else []

@@ -187,7 +187,7 @@ _RECOMPUTATION = {
         columns={"kind": int, "blocks": int, "mode": str, "kept_bytes": int, "backward_bytes": int, "added_s": float},
     ),
 }
-"""Of runs with recompute_budget_gib."""
+"""Tables of runs with recompute_budget_gib."""
 _RUN = {
     "waits": TableKind(
         rows="a line at which the host waits for the device in an inspected step; on a CPU, at which a GPU's host would",
@@ -208,7 +208,7 @@ _RUN = {
     ),
 }
 _SOURCE = {"source": str}
-"""Of a calibration that was made from other records: the record that a point is from."""
+"""Column of a calibration that was made from other records: the record that a point is from."""
 _CALIBRATION = {
     "matmuls": TableKind(
         rows="a product of (m, k) and (k, n) matrices, `batch` of them: seconds of its kernel",
@@ -260,7 +260,7 @@ TABLES: Mapping[str, Mapping[str, TableKind]] = {
     "run": _PROFILE | _RUN | _LOSSES,
     "calibration": _CALIBRATION,
 }
-"""Workload -> table name -> declaration: two workloads may use a name for different tables."""
+"""Workload -> table name -> declaration; two workloads may use one name for different tables."""
 
 
 def table_kind(workload: str, name: str) -> TableKind | None:

@@ -1,18 +1,18 @@
 """Finds which step, phase, layer and span a kernel belongs to: `Attribution(trace).assign()` places all device work.
 
-A kernel's correlation number leads to the call that launched it, and that call's time and thread to the ops and spans open then:
+A kernel's correlation number leads to the call that launched it; the call's time and thread lead to the ops and spans open then:
 
 direct    the open spans name the place (forward, optimizer)
 joined    autograd's thread has no spans of ours: the backward op's sequence number leads to the forward op that made it, and
           that op's spans name the place; the phase is what was open on the main thread meanwhile
-fallback  neither: the spans open on the main thread at that time (gradient accumulation; events lost by the profiler)
-replayed  a graph's kernels come from a single launch, so no span names their place: an eager step's order does
+fallback  else, the spans open on the main thread at that time name it (gradient accumulation; events lost by the profiler)
+replayed  a graph's kernels come from a single launch, so no span names their place; the order of an eager step gives it
 
-[Note: replays] A graph holds the same kernels in the same order as the step from which it was captured, but for memsets, in whose
-place it has kernels that fill bytes; both have one name here. So the n-th kernel of a name in a replay belongs where the n-th of
-that name belongs in a profile of the step run eagerly. Where the two have a name unequally often (a library may choose another
-kernel while a graph is captured), it belongs where the kernel before it does. On a CPU a tape of operators takes the graph's place;
-it has copies that the eager step lacks, so fewer operators are placed by order.
+[Note: replays] A graph has the same kernels in the same order as the step from which it was captured, except that kernels that fill
+bytes replace memsets; both get the same name here. So the n-th kernel of a name in a replay gets the place of the n-th kernel of
+that name in a profile of the eager step. If the replay and the eager step have a name unequally often (a library may choose another
+kernel while a graph is captured), the kernel gets the place of the kernel before it. On a CPU a tape of operators replaces the
+graph; it has copies that the eager step lacks, so fewer operators are placed by order.
 """
 
 import bisect
@@ -41,7 +41,7 @@ _COMPILED_SPAN = "compiled"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where work belongs. `span`: the spans inside the layer, outermost first, as `attention scores`; empty if there are none."""
+    """Where work belongs. `span`: the spans inside the layer, outermost first, such as `attention scores`; empty without any."""
 
     step: int | None
     phase: str
@@ -64,7 +64,7 @@ class Attribution:
     """Finds the place of anything that a host thread did, and of the device work that it launched."""
 
     def __init__(self, trace: Trace, *, guess_phases: bool = True) -> None:
-        """`guess_phases`: where no span names a phase, tell it by the open ops."""
+        """`guess_phases`: if no span names phases, derive the phase from the open ops."""
         self.trace = trace
         self._guess_phases = guess_phases
         self.nestings = nestings(trace.ranges)
@@ -96,7 +96,7 @@ class Attribution:
         """The place of what this thread did at this time."""
         key = thread == self.main, self._context(thread, time_ns), self._context_on_main(time_ns)
         place = self._places.get(key)
-        if place is None:  # ops of one range share it
+        if place is None:  # all ops of one range share a place
             place = self._places[key] = self._place(*key)
         return place
 
@@ -157,7 +157,7 @@ class Attribution:
 
     def _forward_op(self, backward: Range) -> Range | None:
         """The forward op that made this backward op."""
-        # It is the last op with this number before it: earlier ops saw the number coming and made no node.
+        # It is the last op with this number before the backward op: earlier ops got the same number but made no node.
         ops = self._forward_ops.get(backward.sequence, ())
         index = bisect.bisect_left(ops, backward.start_ns, key=lambda op: op.start_ns) - 1
         return ops[index] if index >= 0 else None
@@ -192,9 +192,9 @@ def _guessed_phase(context: Context) -> str:
 def placed_by_order(assigned: Sequence[Assigned], eager: Sequence[Assigned]) -> list[Assigned]:
     """`assigned`, with the places of replayed work taken from one eager step; other work keeps its place. [Note: replays]
 
-    Both are in order of start. Eager work is ignored if its phase is named by a span in the replayed steps, as for an optimizer
-    outside the graph. Work without a counterpart has the place of the work before it in its step, or else of the eager step's
-    first work, and counts as placed by fallback.
+    Both are in order of start. Eager work is ignored if a span in the replayed steps names its phase, as for an optimizer outside
+    the graph. Work without a counterpart gets the place of the work before it in its step, or else that of the eager step's first
+    work; it counts as placed by fallback.
     """
     named = {event.place.phase for event in assigned if not _is_replayed(event)} - {OUTSIDE}
     first_step = min((event.place.step for event in eager if event.place.step is not None), default=None)
@@ -213,9 +213,9 @@ def placed_by_order(assigned: Sequence[Assigned], eager: Sequence[Assigned]) -> 
             placed.append(event)
             continue
         step, name = event.place.step, _name_of(event)
-        known = places.get(name, [])
-        if name[1] != BETWEEN and len(known) == counts[step, name]:
-            place = dataclasses.replace(known[seen[step, name]], step=step, how=REPLAYED)
+        eager_places = places.get(name, [])
+        if name[1] != BETWEEN and len(eager_places) == counts[step, name]:
+            place = dataclasses.replace(eager_places[seen[step, name]], step=step, how=REPLAYED)
             seen[step, name] += 1
         else:  # if the counts differ, matching by position would shift every later kernel
             neighbour = before.get(step) or (eager[0].place if eager else event.place)

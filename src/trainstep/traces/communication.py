@@ -2,13 +2,14 @@
 
     communication = read_communication(read_work(trace))
 
-    launched    the host asked for it
-    started     its kernel or its first copy began on the device, or a thread of gloo took it up
-    finished    its kernel or its last copy, or gloo's thread, was done
+    launched    the host asked for the message
+    started     its kernel or first copy began on the device, or a thread of gloo began to send it
+    finished    its kernel or last copy ended, or the thread of gloo did
     exposed     time from start to finish during which nothing was computed; hidden is the rest
 
-A message sent by copies (parallel/copies/messages.py) is all work that was issued in its span; on a CPU it is the span. Without
-spans, as in the launch of a graph, only a library's kernels are messages; what else belongs to messages counts in a step's totals.
+A message sent by copies (parallel/copies/messages.py) consists of all work issued in its span; on a CPU it is the span itself.
+Without spans, as in the launch of a graph, only a library's kernels are single messages; other work of messages counts only in a
+step's totals.
 
 Computing is any work on the device except messages. Without a device it is ops of the main thread outside of messages' spans;
 between them the thread waits or runs Python. Messages that overlap count once in a step's totals. A message's time includes the
@@ -38,15 +39,15 @@ _GLOO_RANGES = {
     "c10d::allgather_": "gloo:all_gather",
     "c10d::broadcast_": "gloo:broadcast",
 }
-"""Op that asks for a message -> range in which a thread of gloo sends it."""
+"""Op that asks for a message -> name of the range in which a thread of gloo sends it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageTime:
     """One message, with times in seconds from the trace's zero.
 
-    `label`: its span, as `all_reduce bucket 3`; without a span, the name of its kernel or operation. `phase`: of its launch.
-    `payload_bytes`: None if not given to `read_communication`.
+    `label`: its span, such as `all_reduce bucket 3`; without a span, the name of its kernel or operation. `phase`: that of its
+    launch. `payload_bytes`: None if `read_communication` was not given it.
     """
 
     label: str
@@ -104,13 +105,13 @@ class _Message:
 
 
 def read_communication(work: TraceWork, payload_bytes: Mapping[str, int] | None = None) -> Communication:
-    """Every message with its start and end in the trace. `payload_bytes`: by label, as costs/gradient_sync.py has them."""
+    """Every message with its start and end in the trace. `payload_bytes`: bytes by label, from costs/gradient_sync.py."""
     sizes = payload_bytes or {}
     named = _pieces_of_messages(work) if work.on_device else []
     sent = {id(piece) for _, pieces in named for piece in pieces}
     rest = [piece for piece in work.pieces if id(piece) not in sent]
     computes = [piece for piece in rest if piece.kind != COMMUNICATION] if work.on_device else []
-    # What belongs to messages that nothing names, as those by copies in the launch of a graph, counts in a step's totals alone
+    # Work of messages without a span, such as copies in the launch of a graph, counts only in a step's totals
     unnamed = (
         [_message_of([piece], piece.name) for piece in rest if piece.kind == COMMUNICATION] if work.on_device else []
     )
@@ -136,13 +137,13 @@ def waiting_s(starts: Sequence[Sequence[tuple[str, float]]], shard_ranks: int | 
     """For each rank, how long each of its messages waited for the last rank to start it: last start - own start.
 
     `starts`: for each rank, (label, start on a clock that all ranks share) in order of launch. On one machine, `Trace.zero_ns` plus
-    a start is such a clock. `shard_ranks`: ranks in a group, where messages go in groups or across them (costs/rank_groups.py): the
-    last rank is then that of the ranks among which a message goes. ValueError if the ranks did not start the same messages.
+    a start is such a clock. `shard_ranks`: ranks in a group, if messages go inside groups or across them (costs/rank_groups.py);
+    the last rank is then the last of those that take part in the message. ValueError if the ranks did not start the same messages.
     """
     for rank, rank_starts in enumerate(starts):
         if [label for label, _ in rank_starts] != [label for label, _ in starts[0]]:
             raise ValueError(
-                f"starts: rank {rank} has not the messages of rank 0, in their order; record the same steps of both"
+                f"starts: rank {rank} does not have the messages of rank 0 in the same order; record the same steps of both"
             )
     levels = [level_of(label) for label, _ in starts[0]] if starts else []
     waits_s = []
@@ -171,7 +172,7 @@ def _message_of(pieces: Sequence[Work], label: str) -> _Message:
 
 
 def _pieces_of_messages(work: TraceWork) -> list[tuple[Range | None, list[Work]]]:
-    """Each message's span and pieces: the library's kernel, or else all that was issued in the span. The library's may lack one."""
+    """Each message's span and pieces: the library's kernels, else all work issued in the span. Library messages may lack a span."""
     messages: dict[tuple[Thread, int] | int, tuple[Range | None, list[Work]]] = {}
     for number, piece in enumerate(work.pieces):
         call = piece.call
@@ -219,7 +220,7 @@ def _on_host(work: TraceWork) -> Iterator[_Message]:
 
 
 def _backward_ends_ns(work: TraceWork, computes: Sequence[Work]) -> dict[int | None, int]:
-    """Step -> when the last of what computes in backward ended on the device; without a device, when backward's span ended."""
+    """Step -> end of the last computing piece of backward on the device; without a device, end of backward's span."""
     last_ends_ns: dict[int | None, int] = {}
     if work.on_device:
         ends_by_step = [(piece.place.step, piece.end_ns) for piece in computes if piece.place.phase == Phase.BACKWARD]
@@ -268,11 +269,11 @@ def _step_totals(
 
 
 def _gloo_messages(trace: Trace) -> list[tuple[Range, Range]]:
-    """Pairs (op that asked for a message, range of the gloo thread that sent it), in order of asking.
+    """Pairs (op that asked for a message, range of the gloo thread that sent it), in the order of the ops.
 
-    Messages of which the trace lacks either are left out.
+    A message is left out if the trace lacks one of the two.
     """
-    # A thread's range does not say which message it sends. But gloo's threads take messages up in the order in which they were
+    # A thread's range does not say which message it sends. But gloo's threads begin messages in the order in which they were
     # asked for, so the first range of a kind belongs to the first op of that kind, and so on.
     asking: dict[str, list[Range]] = {}
     for op in trace.ranges:  # in order of start
@@ -290,9 +291,9 @@ def _gloo_messages(trace: Trace) -> list[tuple[Range, Range]]:
 
 
 def _main_thread_ops(attribution: Attribution) -> Iterator[tuple[int, int]]:
-    """(start, end) of the time that the main thread spent computing in an op, without the time of ops inside it.
+    """(start, end) of the times at which the main thread computed in an op itself, without the ops inside it.
 
-    Autograd's engine does not count, because hooks that may wait run from it, nor do ops that ask for a message.
+    Autograd's engine does not count, because it runs hooks that may wait; ops that ask for a message do not count either.
     """
     nesting = attribution.nestings.get(attribution.main) if attribution.main else None
     return _own_intervals(nesting) if nesting else iter(())

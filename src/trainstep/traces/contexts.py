@@ -53,7 +53,7 @@ class Spans:
     """The first of `names` as it was before a longer path replaced it."""
     names_step_or_phase: bool = False
     decides_layer: bool = False
-    """Whether `layer` holds whatever is further out: the stack names a layer, or a phase begins in it."""
+    """Whether `layer` is final, whatever spans are further out: the stack names a layer, or a phase begins in it."""
     starts_anew: bool = False
     """Whether names further out do not count, because a step, a phase or a layer begins."""
 
@@ -198,7 +198,7 @@ class Contexts:
         self._mark(end_ns + 1, stack)
 
     def _mark(self, time_ns: int, stack: Sequence[tuple[int, Context]]) -> None:
-        """Note that the stack is this from `time_ns` until the next mark."""
+        """Note that the stack is open from `time_ns` until the next mark."""
         context = stack[-1][1] if stack else NOTHING_OPEN
         if self._times_ns and self._times_ns[-1] == time_ns:
             self._contexts[-1] = context

@@ -6,13 +6,13 @@
     snapshot = snapshot_of(memory.document, where="CPU")
 
 One reader then serves both. The host's allocator neither rounds nor keeps a cache that torch knows of, so every held block is a
-segment of its own. A stack is the operators and ranges open on the thread, innermost first; on a CPU, autograd runs on the
+segment of its own. A stack consists of the operators and ranges open on the thread, innermost first; on a CPU, autograd runs on the
 caller's thread.
 
-[Note: unseen frees] gloo copies what it reduces, and the last thread that uses the copy frees it. The profiler does not see frees
-on gloo's own threads, and its count never falls again. Such a block is taken to be free from the end of the next `grad_sync`, when
-all messages have been waited for, or from when its address is given out again, if that is earlier. Any other block is known to be
-free when its address is given out again.
+[Note: unseen frees] gloo copies the tensors that it reduces, and the last thread that uses a copy frees it. The profiler does not
+see frees on gloo's own threads, so its count of bytes stays too high. Such a block counts as free from the end of the next
+`grad_sync`, when all messages have ended, or from the next use of its address, if that is earlier. Any other block whose free was
+not seen counts as free from the next use of its address.
 """
 
 import math
@@ -31,8 +31,8 @@ _GRAD_SYNC = "grad_sync"
 class CpuMemory:
     """`document` has the form of torch.cuda.memory._snapshot().
 
-    `total_bytes` is the allocator's own count after each event, less the blocks whose frees it did not see; ours is checked
-    against it.
+    `total_bytes` is the allocator's own count after each event, less the blocks whose frees it did not see; the bytes of the
+    document are checked against it.
     """
 
     document: dict[str, Any]

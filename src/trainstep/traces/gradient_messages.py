@@ -1,7 +1,8 @@
-"""Counts the all-reduces that backward starts in a step, with their elements: `gradient_messages(read_work(trace))`.
+"""Counts the all-reduces of gradients in a step, with their elements: `gradient_messages(read_work(trace))`.
 
-The trace must have shapes, of which a message's elements are counted. DDP sends a bucket a message; in each backward pass that
-synchronises, it sends each gradient once. So elements over trained elements are the passes that did.
+The trace must have shapes, from which a message's elements are counted. DDP sends one bucket per message, and each gradient once in
+every backward pass that synchronises. So sent elements over trained elements is the number of such passes. All-reduces in the
+forward phase do not count.
 """
 
 import math
@@ -13,14 +14,14 @@ from trainstep.traces.work import TraceWork
 
 _ALL_REDUCES = ("c10d::allreduce_", "c10d::allreduce_coalesced_")
 _FEW = 8
-"""Messages below which the time of a small one is not told from that of a large one."""
+"""The fewest messages from which a fixed time per message is estimated."""
 
 
 def gradient_messages(work: TraceWork) -> dict[str, float]:
-    """gradient_messages, gradient_message_elements, gradient_messages_asked_s and gradient_message_fixed_s per step.
+    """The facts gradient_messages, gradient_message_elements, gradient_messages_asked_s (per step) and gradient_message_fixed_s.
 
-    The fixed time of a message is the median time of the smaller half of them, of which there must be 8; the time of asking is the
-    host's. Nothing where no message is sent.
+    The fixed time of a message is the median duration of the shorter half of the trace's messages, if there are at least 8. The
+    time of asking is the host's. Empty if no message was sent.
     """
     attribution = work.attribution
     asked = [opened for opened in attribution.trace.ranges if opened.name in _ALL_REDUCES and opened.shapes]
@@ -39,6 +40,6 @@ def gradient_messages(work: TraceWork) -> dict[str, float]:
 
 
 def _elements(opened: Range) -> int:
-    """The elements of the tensors of its first argument, which is a list."""
+    """The number of elements of the tensors in an op's first argument, a list."""
     listed = opened.shapes[0] if opened.shapes else ()
     return sum(math.prod(shape) for shape in listed if isinstance(shape, tuple) and shape)

@@ -43,7 +43,7 @@ _NO_DEVICE = "the same ops, slower"
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """Host time per step from backward's return to the optimizer's first launch, and what it was spent on."""
+    """Host time per step from the end of backward's span to the optimizer's first launch, and how it was spent."""
 
     gap_s: float
     blocked_s: float

@@ -17,9 +17,9 @@ CLASSES = (
 )
 """In the order of tables. `overhead`: time between ops on a CPU (Python, autograd's engine, views); `idle`: no work."""
 FILLS_BYTES = "FillFunctor<unsigned char>"
-"""In the name of the kernel that a captured step has where the eager step has a memset (capture/memset_nodes.py)."""
+"""Part of the name of the kernel that replaces the eager step's memset in a captured step (capture/memset_nodes.py)."""
 _LIBRARIES = r"nccl|nvshmem|multimem|cross_device_reduce|all_?reduce|reduce_?scatter|all_?gather|gloo|mscclpp"
-"""In the name of a kernel that is a library's whole message."""
+"""Pattern in the name of a kernel that is a library's whole message."""
 _KERNELS = [
     (COMMUNICATION, rf"{_LIBRARIES}|symmetric_memory::|^add_up_kernel$|^Memcpy PtoP"),
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|adamw?_kernel|FusedAdam|FusedSgd"),
@@ -99,7 +99,7 @@ def kernel_class(activity: Activity) -> str:
 
 
 def is_library_message(activity: Activity) -> bool:
-    """Whether it is a library's whole message; one by copies (parallel/copies/messages.py) is many kernels and copies."""
+    """Whether the activity is a library's whole message; a message by copies (parallel/copies/messages.py) has many activities."""
     is_one = _LIBRARY_MESSAGE.search(activity.name) is not None
     return is_one and activity.kind not in (MEMCPY, MEMSET) and class_of_kernel(activity.name) == COMMUNICATION
 
@@ -128,7 +128,7 @@ def inductor_ops(name: str) -> list[str]:
 def short_name(name: str) -> str:
     """A kernel's name for people to read: `vectorized_elementwise_kernel MulFunctor`. Names without templates stay as they are.
 
-    A CUDA template demangles to a thousand characters, of which two words tell what runs.
+    A CUDA template demangles to a thousand characters, of which two words name the work.
     """
     flat = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
     base = re.split(r"[<(]", flat, maxsplit=1)[0].split("::")[-1].strip()

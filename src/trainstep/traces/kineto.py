@@ -32,7 +32,7 @@ _HOW_TO_RECORD = (
 Thread = tuple[int, int]
 """Process and thread number, as in the trace."""
 Shapes = tuple[Any, ...]
-"""A shape an input; of a list of tensors, the tuple of their shapes."""
+"""One shape per input; for a list of tensors, the tuple of their shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Call(Timed):
 class Range(Timed):
     """An op or an annotation on a host thread. `sequence` and `forward_thread` are autograd's numbers; -1 and 0 if absent.
 
-    `shapes` and `dtypes` of its inputs, if the profiler recorded shapes: of a list of tensors each one's; () of what is no tensor.
+    `shapes`, `dtypes`: those of its inputs, if recorded. A list of tensors has a tuple of shapes; what is no tensor has ().
     """
 
     thread: Thread
@@ -82,7 +82,7 @@ class Range(Timed):
 
     @property
     def backward(self) -> bool:
-        """Whether autograd ran it for an op of the forward pass."""
+        """Whether autograd ran this op for an op of the forward pass."""
         return self.forward_thread > 0 and self.sequence >= 0
 
 
@@ -113,7 +113,7 @@ def read_trace(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> Trace:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Reads without Python's collector of cycles: while a trace's objects are made, it goes through all of them again and again."""
+    """Pauses Python's collector of cycles while a trace is read: it would scan all of the trace's objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

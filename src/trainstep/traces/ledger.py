@@ -16,7 +16,7 @@
     workspaces                what outlives the step and belongs to no known tensor, above all cuBLAS's
     temporaries               all else: it comes and goes within the step (gradients of activations among them)
 
-With several ranks, gradients are also the whole gradients that autograd hands over and of which a strategy keeps a part.
+With several ranks, the category gradients includes the whole gradients from autograd of which a strategy keeps only a part.
 """
 
 import re
@@ -63,16 +63,16 @@ _NO_LAYERS = (*Phase, *_COMMUNICATION_SPANS, *_MESSAGE_SPANS, "gloo:", "nccl:")
 """First words of spans around or between layers; the last two are those of torch's own threads."""
 _LAYER = re.compile(r"(^|[ .])\d+$")
 _LOGITS_SHARE = 0.2
-"""Smaller than this share of the largest of forward's logits is a scalar or a sum by row."""
+"""A tensor smaller than this share of the largest logits of forward is a scalar or a sum by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
     """Addresses of storages that the measured process noted.
 
-    Gradients are from the end of backward (and of synchronising them), all else from the end of the step. `cast_bytes`: the sizes
-    of the weight copies that autocast makes in one forward. With several ranks, by the name of the mark at which they were noted:
-    what the parallel strategy kept for `communication`, and autograd's `whole_gradients`.
+    Gradients were noted at the end of backward (after their synchronisation), all else at the end of the step. `cast_bytes`: sizes
+    of the weight copies that autocast makes in one forward. With several ranks, `communication` (storages that the parallel
+    strategy kept) and `whole_gradients` (from autograd) are by the name of the mark at which they were noted.
     """
 
     parameters: frozenset[int] = frozenset()
@@ -223,7 +223,7 @@ class Ledger:
         return "workspaces" if allocation.held_at(end) else "temporaries"
 
     def _noted(self, noted: Mapping[str, Collection[int]]) -> set[int]:
-        """Indices of the allocations that were held at one of these addresses at its mark."""
+        """Indices of the allocations that were held at one of the noted addresses at the mark of the note."""
         by_address: dict[int, list[int]] = {}
         for index, allocation in enumerate(self.timeline.allocations):
             by_address.setdefault(allocation.address, []).append(index)
@@ -248,19 +248,19 @@ class Ledger:
         return window if window is not None and window.phase in phases else None
 
     def _outlives_forward(self, allocation: Allocation) -> bool:
-        """Whether it is born in forward and freed in a later phase of the step."""
+        """Whether the allocation is born in forward and freed in a later phase of the step."""
         forward = self._born_in(allocation, Phase.FORWARD)
         return forward is not None and allocation.held_at(forward.last) and not allocation.held_at(self.window.last)
 
     def _outlives_recompute(self, allocation: Allocation) -> bool:
-        """Whether it is born where backward recomputes a block's forward, and alive when that is done."""
+        """Whether the allocation is born while backward recomputes a block's forward, and alive when the recomputation ends."""
         span = next((span for span in self._open_spans(allocation) if span.name.startswith(RECOMPUTE)), None)
         if span is None or not self._born_in(allocation, *_BACKWARD_PHASES):
             return False
         return allocation.held_at(self.timeline.position_at(span.end_us))
 
     def _autocast_copies(self) -> set[int]:
-        """Indices of each forward's survivors that match the sizes of the weights' copies, one allocation for each copy."""
+        """Indices of the allocations that are autocast's weight copies: survivors of a forward with the sizes of the copies."""
         copies: set[int] = set()
         for phase in self.window.phases:
             if phase.phase != Phase.FORWARD or not self._known.cast_bytes:

@@ -191,7 +191,7 @@ def _rows(
 
 
 def _has_table(database: sqlite3.Connection, name: str) -> bool:
-    """Whether the export has this table. OperationalError for a view or a virtual table: computed rows may never end."""
+    """Whether the export has this table. OperationalError for a view or a virtual table, whose computed rows may never end."""
     statements = [sql for (sql,) in database.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,))]
     if not all(isinstance(sql, str) and sql.startswith("CREATE TABLE ") for sql in statements):
         raise sqlite3.OperationalError(f"{name} is no plain table")

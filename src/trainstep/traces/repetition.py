@@ -1,4 +1,4 @@
-"""Finds the steps of a trace that marks none, by its optimizer or by what repeats: `with_steps(trace)`.
+"""Finds the steps of a trace that marks none, by its optimizer or by repetition: `with_steps(trace)`.
 
 [Note: the rule] If the trace names torch's optimizers, a step ends with its optimizer's update; optimizers with no backward between
 them belong to one step. Otherwise the names of kernels (without a device, of ops) are read in the order of their start. A name that

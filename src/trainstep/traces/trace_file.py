@@ -1,4 +1,4 @@
-"""Reads a trace's file, of torch's profiler or an export of nsys: `read_trace_file(path, limits.file_bytes, profile_of)`."""
+"""Reads a trace file of torch's profiler or of nsys' export: `read_trace_file(path, limits.file_bytes, profile_of)`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ Seen = TypeVar("Seen")
 
 
 def read_trace_file(path: Path, largest_bytes: int, use: Callable[[Trace], Seen]) -> Seen:
-    """What `use` makes of the trace. ValueError of one sentence that names the file, of the reading and of `use`."""
+    """The result of `use` on the trace. A ValueError of reading or of `use` is one sentence that names the file."""
     try:
         return use(read_report(path) if is_report(path) else read_trace(path, largest_bytes=largest_bytes))
     except ValueError as error:

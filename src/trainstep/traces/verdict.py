@@ -6,8 +6,8 @@ compute-bound        else, at least half of the device's time beside messages go
 memory-bound         else: the rest (element-wise, softmax, norms, reductions, copies, optimizer) moves more than it computes
 near the line        a share is within a tenth of the threshold that decides: `kinds_of` has both verdicts
 
-[Note: the host or the device] `step_limit` is the only place of this rule, and every workload that calls something
-launch-bound uses it. As shares of the step:
+[Note: the host or the device] Only `step_limit` has this rule, and every workload that calls something launch-bound uses it. As
+shares of the step:
 
     the host launches for at least 95 %   launch-bound; near the line if the device works for 90 % or more
     else the device works under 63 %      launch-bound
@@ -49,7 +49,7 @@ class Verdict:
     kind: str
     on_device: bool
     profiled_step: bool
-    """Whether `step_s` is of the profiled step, because there is no other; else it is of unprofiled steps."""
+    """Whether `step_s` is the profiled step's time, because no other is known; else it is that of unprofiled steps."""
     step_s: float
     busy_s: float
     enqueue_s: float | None
@@ -113,7 +113,7 @@ def alike_table(work: TraceWork, unprofiled: Unprofiled) -> Columns:
 
 
 def kinds_of(numbers: Verdict) -> tuple[str, ...]:
-    """The verdict by the present rule, whatever `kind` a record stored. Near a threshold both verdicts, the likelier first."""
+    """The verdict by the current rule, whatever `kind` a record stored; near a threshold both verdicts, the likelier first."""
     share = numbers.exposed_share
     if share > EXPOSED_SHARE and not is_near(share, EXPOSED_SHARE):
         return (COMMUNICATING,)
@@ -148,7 +148,7 @@ def host_launches(*, enqueue_s: float, step_s: float) -> bool:
 
 
 def is_launch_bound(*, busy_s: float, enqueue_s: float, step_s: float) -> bool:
-    """Whether the host limits the work, which a record notes. The times are of one step, or of one pass of a kernel."""
+    """Whether the host limits the work, for a record to note. The times are those of one step, or of one pass of a kernel."""
     return step_limit(busy_s=busy_s, enqueue_s=enqueue_s, step_s=step_s) == LAUNCH_BOUND
 
 

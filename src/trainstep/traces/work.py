@@ -54,7 +54,7 @@ class Work(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step: `window_ns` of its span on the host, `busy_ns` with at least one piece at work, `after_ns` idle at its end."""
+    """One step. `window_ns`: its span on the host; `busy_ns`: time with a piece at work; `after_ns`: idle time at its end."""
 
     number: int
     start_ns: int
@@ -75,7 +75,7 @@ class TraceWork:
     """The sum of all pieces, which is all of the trace's device time."""
     by_fallback_ns: int
     replayed_ns: int
-    """Time of graph replays whose place an eager step of the same work says."""
+    """Time of graph replays whose places come from an eager step of the same work."""
     split: str
     """How a trace that marks no steps was split into steps; empty if it marks them."""
 
@@ -94,9 +94,9 @@ class TraceWork:
 
 @collector_paused()
 def read_work(trace: Trace, eager: Trace | None = None) -> TraceWork:
-    """The pieces and steps of a trace. A trace that marks no steps is split by what repeats (repetition.py), or is one step.
+    """The pieces and steps of a trace. A trace without marked steps is split by its repetitions (repetition.py), or is one step.
 
-    `eager`: one step of the same work without a graph, which tells the places of what a graph replays in `trace`.
+    `eager`: one step of the same work without a graph, from which replayed work in `trace` gets its places.
     """
     trace, split = with_steps(trace)
     # A graph's step has ops only for the copies of its batch and its outputs, which belong to no phase.
@@ -104,7 +104,9 @@ def read_work(trace: Trace, eager: Trace | None = None) -> TraceWork:
     on_device = bool(trace.activities)
     assigned = _assigned(attribution)
     if eager is not None:
-        alike = bool(eager.activities) == on_device  # else the profiler lost the device's part of one of them
+        alike = (
+            bool(eager.activities) == on_device
+        )  # if not, the profiler lost the device's part of one of the two traces
         assigned = placed_by_order(assigned, _assigned(Attribution(eager)) if alike else [])
     if not assigned:
         raise ValueError("the trace holds no kernel, and no op in any of its steps: record it around whole steps")
@@ -138,7 +140,7 @@ def _assigned(attribution: Attribution) -> list[Assigned]:
 
 
 def _own_times(attribution: Attribution) -> list[Assigned]:
-    """Each op's and annotation's duration without what runs inside it. If the trace names steps or phases, only inside them."""
+    """Own time of each op and annotation, without ranges inside it; only inside steps and phases if the trace names any."""
     events = []
     for nesting in attribution.nestings.values():
         for opened, self_ns in zip(nesting.ranges, nesting.self_ns(), strict=True):
@@ -172,7 +174,7 @@ def _windows(trace: Trace, attribution: Attribution) -> dict[int, tuple[int, int
 
 
 def is_message(span: Range) -> bool:
-    """Whether it is a message's span."""
+    """Whether the span is that of a message."""
     return span.annotation and _MESSAGE.match(span.name) is not None
 
 
@@ -183,12 +185,12 @@ def message_span(attribution: Attribution, thread: Thread, time_ns: int) -> Rang
 
 
 def _span_of(attribution: Attribution, event: Assigned) -> Range | None:
-    """The span of the message that issued it, if one did."""
+    """The span of the message that issued this work, if a message did."""
     return None if event.call is None else message_span(attribution, event.call.thread, event.call.start_ns)
 
 
 def _by_copies(attribution: Attribution, event: Assigned, of_libraries: Collection[tuple[Thread, int]]) -> bool:
-    """Whether a message by copies issued it. `of_libraries`: the spans with a library's kernel, which is their whole message."""
+    """Whether a message by copies issued this work. `of_libraries`: spans whose whole message is a library's kernel."""
     span = _span_of(attribution, event)
     return span is not None and (span.thread, span.start_ns) not in of_libraries
 
@@ -208,7 +210,7 @@ def _pieces(
     pieces = []
     for event, gap_ns in zip(assigned, gaps, strict=True):
         number = event.place.step if event.place.step is not None else 0
-        if number in windows and number not in begun and on_device:  # idle time before the step is not the step's
+        if number in windows and number not in begun and on_device:  # idle time before the step does not belong to it
             begun.add(number)
             since_start = event.activity.start_ns - windows[number][0]
             gap_ns = max(0, min(gap_ns, since_start) if len(begun) > 1 else since_start)
@@ -232,7 +234,7 @@ def _pieces(
 
 
 def _name_and_class(activity: Activity) -> tuple[str, str, bool]:
-    """The name, the class, and whether it is a library's message."""
+    """The activity's name and class, and whether it is a library's message."""
     if activity.kind != OP:
         return short_name(activity.name), kernel_class(activity), is_library_message(activity)
     return activity.name, OVERHEAD if activity.name == BETWEEN else class_of_op(activity.name), False
@@ -251,7 +253,7 @@ def _step(number: int, window: tuple[int, int], pieces: Sequence[Work], on_devic
 
 
 def by_step(work: TraceWork) -> dict[int, list[Work]]:
-    """Step -> its pieces; pieces of no step belong to the first."""
+    """Step -> its pieces; pieces outside all steps count for the first step."""
     return _grouped(work.pieces, [step.number for step in work.steps])
 
 

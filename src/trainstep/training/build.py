@@ -127,7 +127,7 @@ def build_step(
 
 @contextmanager
 def _off_the_default_stream(device: torch.device) -> Iterator[None]:
-    """Where a wrapper makes the nodes that accumulate gradients, if a graph is to hold them. [Note: one stream] in capture/"""
+    """Inside, a wrapper makes the nodes that accumulate gradients, if a graph is to hold them. [Note: one stream] in capture/"""
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -166,7 +166,7 @@ def _batches(run: RunConfig, vocab_size: int, device: torch.device) -> NextBatch
 
 
 def _recompute(module: nn.Module, run: RunConfig) -> list[RecomputedForward]:
-    """Put what recomputes around every block's forward; it compiles the blocks, if they are compiled."""
+    """Put a RecomputedForward around every block's forward; it also compiles the block, if blocks are compiled."""
     if not run.recomputes:
         return []
     blocks = recomputable(

@@ -31,12 +31,12 @@ _WIDENED = (
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "group_norm"),
     *("rms_norm", "cosine_similarity", "dist", "pdist", "renorm", "logsumexp", "norm.Scalar", "norm.ScalarOpt_dim"),
 )  # fmt: skip
-"""Run in fp32 on a GPU only; the losses are widened on a CPU too."""
+"""Ops that autocast runs in fp32 on a GPU only. The losses are missing: a CPU widens them too."""
 _WIDENED_BY_DTYPE = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"),
     *("linalg_vector_norm", "linalg_matrix_norm"),
 )
-"""Given dtype fp32 where the call names none."""
+"""Ops that autocast gives dtype fp32 where the call names none."""
 _NARROW = (torch.float16, torch.bfloat16)
 _MOST_FLASH_WIDTH = 256
 _FLASH_WIDTH_MULTIPLE = 8
@@ -159,7 +159,7 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, ep
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Keeps x, the weight and 1 / rms in fp32, as aten::_fused_rms_norm does on a GPU. Shapes alone are right."""
+    """Keeps x, the weight and 1 / rms in fp32, as aten::_fused_rms_norm does on a GPU. Only shapes are right, not values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dims: int) -> Tensor:

@@ -64,7 +64,7 @@ def has_own_kernel(name: str) -> bool:
 
 
 def inner_bytes(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """Bytes of each tensor that a call makes and frees inside itself, of the operators of which that is known.
+    """Bytes of each tensor that a call makes and frees inside itself, for operators of which that is known; else empty.
 
     Backward of attention adds up dq in fp32. The fused head has the logits of a chunk of tokens and, if there are several chunks,
     the sum of dW in its own dtype.
@@ -124,7 +124,7 @@ def _written(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> 
 
 
 def _access(inputs: Sequence[Tensor], written: Sequence[Tensor]) -> str:
-    """Work.access. Numbers, and tensors of one element, count as neither."""
+    """The value of Work.access. Numbers, and tensors of one element, are left out."""
     sizes = [x for x in (*inputs, *written) if x.numel() > 1]
     if any(not x.is_contiguous() for x in sizes):
         return "strided"
@@ -133,5 +133,5 @@ def _access(inputs: Sequence[Tensor], written: Sequence[Tensor]) -> str:
 
 
 def _bytes(x: Tensor) -> int:
-    """Bytes of its elements, an expanded element once."""
+    """Bytes of a tensor's elements; an expanded element counts once."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

@@ -137,7 +137,7 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     counts_steps_by_tensor = True
-    """As far as `inner` does: FlatShardedOptimizer asks both."""
+    """True as far as `inner` counts so too: may_step_by_unit (parallel/units.py) asks both."""
     loads_parameters = True
     """Tells sharded optimizers that load_state_dict changes parameters, which other ranks must then receive."""
 

@@ -17,7 +17,7 @@ from trainstep.training.tape import Tape
 
 
 class Partition:
-    """The tape on which compiled graphs run."""
+    """Runs compiled graphs, and has the tape that records them."""
 
     def __init__(self) -> None:
         self.tape: Tape | None = None

@@ -79,7 +79,7 @@ class Tape(TorchDispatchMode):
         self._module = module
         self._stack: list[str] = []
         self._starts: list[int] = []
-        """Sequence numbers of autograd from which on `_in_module` runs, in order."""
+        """Autograd's sequence numbers, in order: from each on, the module at the same place of `_in_module` runs."""
         self._in_module: list[str] = []
         self._contexts = ExitStack()
         embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
@@ -109,7 +109,7 @@ class Tape(TorchDispatchMode):
         self._contexts.close()
 
     def end_forward(self) -> None:
-        """What comes now is backward."""
+        """From here on, record backward."""
         self._events = self.backward
 
     supports_higher_order_operators = True
@@ -227,7 +227,7 @@ class Tape(TorchDispatchMode):
         return results
 
     def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator that runs another, as compiled code has them around what may draw random numbers."""
+        """Run an operator that calls another: compiled code has them around operators that may draw random numbers."""
         name = func.name()
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
@@ -298,7 +298,7 @@ class Tape(TorchDispatchMode):
         )
 
     def work(self) -> tuple[Work, ...]:
-        """What was computed, equal calls as one."""
+        """The work that was computed, equal calls as one."""
         return tuple(replace(work, times=times) for work, times in self._work.items())
 
 

@@ -37,7 +37,7 @@ from trainstep.training.tape import Tape
 _ON_GPU_ONLY = ("sdpa_cudnn", "sdpa_efficient", "flash_attn_4")
 _ASKS_FOR_DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _NO_DATA = ("data pointer", "data_ptr", "Cannot copy out of meta tensor", "meta tensors", ".numpy()")
-"""What torch says when code looks into a tensor without memory."""
+"""Words in torch's errors when code looks into a tensor without memory."""
 _ALWAYS_UNSEEN = (
     "One path through the model's code is traced; a branch taken at random, or in other steps only, is not.",
     "What kernels take for themselves inside an operator is not seen, but for attention's dq and trainstep's fused head.",
@@ -52,7 +52,7 @@ class Tracer:
         self._steps: dict[RunConfig, TracedStep] = {}
 
     def __call__(self, run: RunConfig) -> TracedStep:
-        """`trace_step(run)`."""
+        """The trace of the run, made by `trace_step` the first time."""
         key = traced_run(run)
         if key not in self._steps:
             self._steps[key] = trace_step(run)
@@ -211,4 +211,4 @@ def _place(error: BaseException) -> str:
 
 def _line(error: BaseException) -> str:
     """The first line of an error's words."""
-    return next(iter(str(error).strip().splitlines()), "no more is said")
+    return next(iter(str(error).strip().splitlines()), "without a message")

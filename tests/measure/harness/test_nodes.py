@@ -159,7 +159,7 @@ def test_both_sides_prove_that_they_know_the_token(token: str, known: bool):
     if known:
         _introduce(agent_end, launch, token)
     else:
-        with pytest.raises(ValueError, match=r"^TRAINSTEP_TOKEN: the first node and this one do not have the same"):
+        with pytest.raises(ValueError, match=r"^TRAINSTEP_TOKEN: this node.s is not the first node.s"):
             _introduce(agent_end, launch, token)
     driver.join()
     assert [node.number if isinstance(node, Node) else node for node in welcomed] == [1 if known else None]

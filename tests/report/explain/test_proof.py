@@ -71,7 +71,7 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
     [
         (
             Proof(start=START, measured_s=1.0, trouble="OOM"),
-            "nothing was proved, because the original does not serve: OOM",
+            "nothing was proved, because the original cannot be used: OOM",
         ),
         (Proof(start=START, measured_s=1.0, untried=["compile block"]), "nothing was tried yet. The budget is spent"),
         (

@@ -274,7 +274,7 @@ def test_the_page_has_the_chart_and_escapes_names():
         ({"allocated_residual_share": 0.02}, "has no category"),
         (
             {"driver_residual_share": 0.02, "driver_residual_bytes": GIB},
-            "1.00 GiB of the driver's number are unexplained",
+            "1.00 GiB of the driver's figure are unexplained",
         ),
     ],
 )

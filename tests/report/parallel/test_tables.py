@@ -182,7 +182,7 @@ def test_without_none_of_the_same_run_there_is_no_ratio():
     elsewhere = dataclasses.replace(cell("none"), environment=_other())
     ratio = strategies_of(rows(elsewhere, cell("bucketed")))[1].ratio("step")
     assert ratio.known is None
-    assert ratio.trouble.startswith("unlike environments")
+    assert ratio.trouble.startswith("different environments")
     failed = cell("none", failure=Failure(kind="timeout", phase="warmup", message="too long"))
     assert [strategy.base for strategy in strategies_of(rows(failed, cell("bucketed")))] == [None, None]
 

@@ -33,7 +33,9 @@ def test_shares_of_a_run_whose_mean_is_far_from_its_median_name_their_base():
     """Forty steps of 10 ms and twenty of 100 ms: shares are of the whole time, so the mean stands beside the median."""
     slower = {part: 10 * ms for part, ms in PARTS_MS.items()}
     verdict = answer_of(a_run(steps=40), a_run(first_step=41, parts_ms=slower)).verdict
-    assert verdict.startswith("Your step takes 10.00 ms (median of 60; 40.00 ms on average, which the shares are of); ")
+    assert verdict.startswith(
+        "Your step takes 10.00 ms (median of 60; 40.00 ms on average, to which the shares refer); "
+    )
     waits = [{**PARTS_MS, Part.DATA: ms} for ms in (0.0, 90.0)]
     loader = [a_run(steps=40, parts_ms=waits[0]), a_run(first_step=41, parts_ms=waits[1])]
     suggestion = answer_of(*loader).suggestion
@@ -44,7 +46,7 @@ def test_windows_of_a_run_are_one_run():
     slower = {part: 3 * ms for part, ms in PARTS_MS.items()}
     records = [a_run(facts={"ending": None}), a_run(first_step=21, steps=40, parts_ms=slower)]
     answer = answer_of(*records)
-    assert "takes 30.00 ms (median of 60; 23.33 ms on average, which the shares are of)" in answer.verdict
+    assert "takes 30.00 ms (median of 60; 23.33 ms on average, to which the shares refer)" in answer.verdict
     assert "No record says" not in answer.verdict
     table = all_tables(rows_of([("r.jsonl", record) for record in records]))[0]
     assert len(table.entries) == 1

@@ -46,10 +46,10 @@ class Graded:
 
     def answers(self) -> list[Answer]:
         """How far predictions are off."""
-        found = [grade_answer(self.grades)] if self.grades else []
+        answers = [grade_answer(self.grades)] if self.grades else []
         if self.times:
-            found.append(time_answer(self.times, self.times[0].grade.predicted.calibration.origin))
-        return found
+            answers.append(time_answer(self.times, self.times[0].grade.predicted.calibration.origin))
+        return answers
 
     def tables(self) -> list[Table]:
         """Times, a search's choices, memory."""
@@ -68,7 +68,7 @@ class Graded:
         return [*([wrong] if faults else []), *refused]
 
     def markdown(self) -> str:
-        """All of it, as a document."""
+        """The answers, tables and notes as one Markdown document."""
         return markdown(self.tables(), self.answers()) + "".join(f"\n{note}\n" for note in self.notes())
 
 
@@ -76,30 +76,30 @@ def graded_files(
     files: Sequence[Path], speeds: Calibration | None = None, on_file: Callable[[int], None] | None = None
 ) -> Graded:
     """Grade files of records. `speeds`: a calibration instead of each GPU's own. `on_file`: is told how many files are done."""
-    found, of_gpus = Graded(), dict[str | None, list[Record]]()
+    result, of_gpus = Graded(), dict[str | None, list[Record]]()
     for place, file in enumerate(files):
         if on_file is not None:
             on_file(place)
         records = Store(file).read()
         graded_memory, refused = grade_records(records)
-        found.grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded_memory]
-        _add(found.refusals, refused)
+        result.grades += [FiledGrade(file=file.stem, grade=grade) for grade in graded_memory]
+        _add(result.refusals, refused)
         for gpu in {record.environment.gpu for record in records}:
             own = speeds or calibration_for(machine_spec(gpu))
             of_gpu = [record for record in records if record.environment.gpu == gpu]
             if own is None:
-                _add(found.untimed, {f"the speeds of {gpu or 'a CPU'} are not known; give --calibration": len(of_gpu)})
+                _add(result.untimed, {f"the speeds of {gpu or 'a CPU'} are not known; give --calibration": len(of_gpu)})
                 continue
             of_gpus.setdefault(gpu, []).extend(of_gpu)
             timed, refused = grade_times(of_gpu, own)
-            found.times += [FiledTimeGrade(file=file.stem, grade=grade) for grade in timed]
-            _add(found.untimed, refused)
+            result.times += [FiledTimeGrade(file=file.stem, grade=grade) for grade in timed]
+            _add(result.untimed, refused)
     for gpu, records in of_gpus.items():
         own = speeds or calibration_for(machine_spec(gpu))
         assert own is not None
         choices = [graded(grid) for grid in grids_of(records, own)]
-        found.choices += [choice for choice in choices if choice is not None]
-    return found
+        result.choices += [choice for choice in choices if choice is not None]
+    return result
 
 
 def show_grades(
@@ -119,31 +119,31 @@ def show_grades(
                 f"predicting every row of {len(published)} published table{'s' if len(published) > 1 else ''}: seconds"
             )
         return _show_published(published, speeds, as_json=as_json)
-    found = graded_files(files, speeds, None if tell is None else _progress(files, tell))
-    if not found.grades and not found.times:
+    result = graded_files(files, speeds, None if tell is None else _progress(files, tell))
+    if not result.grades and not result.times:
         reason = next(
-            iter(found.refusals),
+            iter(result.refusals),
             "it takes records of steps on a GPU, as bench, profile, memory and parallel write them",
         )
         raise ValueError(f"grade: {path} holds no step that can be graded: {reason}")
     if not as_json:
-        _print(found.tables(), found.answers(), found.notes(), found.markdown)
+        _print(result.tables(), result.answers(), result.notes(), result.markdown)
         return 0
     out = {
-        "answer": plain_answers(found.answers()),
-        "rows": [plain(item) for item in found.grades],
-        "refused": found.refusals,
-        "times": [plain_time(item) for item in found.times],
-        "times_refused": found.untimed,
-        "faults": faulty_terms(found.times),
-        "choices": [plain_choice(choice) for choice in found.choices],
+        "answer": plain_answers(result.answers()),
+        "rows": [plain(item) for item in result.grades],
+        "refused": result.refusals,
+        "times": [plain_time(item) for item in result.times],
+        "times_refused": result.untimed,
+        "faults": faulty_terms(result.times),
+        "choices": [plain_choice(choice) for choice in result.choices],
     }
     print(ascii_json(out, indent=1))
     return 0
 
 
 def _progress(files: Sequence[Path], tell: Callable[[str], None]) -> Callable[[int], None]:
-    """What says how long the rest takes, by the size of the files: at the start roughly, then by the pace so far."""
+    """A callback that says how long the rest takes, by the size of the files: at the start roughly, then by the pace so far."""
     sizes = [file.stat().st_size if file.exists() else 0 for file in files]
     began_s = told_s = time.monotonic()
     what = f"{len(files)} file{'s' if len(files) > 1 else ''} of records"

@@ -40,31 +40,31 @@ def run_fit(
     if name := next((name for name in options if name in FLEET_FIELDS and name not in _RANKS_BY), None):
         raise ValueError(f"{name}: has no effect on --fit, since links hold no memory; leave it out")
     if verify and (name := next((name for name in options if name in FLEET_FIELDS), None)):
-        raise ValueError(f"verify: a trial runs on the GPUs here, whatever {name} says; leave one of both out")
+        raise ValueError(f"verify: a trial runs on the GPUs here, whatever {name} says; leave one of the two out")
     config = build(PlanConfig, options, where="plan")
     if isinstance(config.run.model, UserModel):
         raise ValueError(
             "fit: a model of your own would be traced anew for each value; search by trials: trainstep memory --fit, or plan a few "
             "values as a list"
         )
-    found = largest_fit(config, field, gpu_memory_bytes=memory_bytes)
-    best, trial = found.surely or found.probably, None
+    fits = largest_fit(config, field, gpu_memory_bytes=memory_bytes)
+    best, trial = fits.surely or fits.probably, None
     if verify and best is not None:
         trial = _verified(options, field, best, gpu)
-    answer = fit_answer(found, gpu, memory_bytes, trial)
+    answer = fit_answer(fits, gpu, memory_bytes, trial)
     with outliving_reader(sys.stdout):
         if as_json:
-            print(ascii_json({"answer": plain_answers([answer]), **plain(found, gpu, memory_bytes, trial)}, indent=1))
+            print(ascii_json({"answer": plain_answers([answer]), **plain(fits, gpu, memory_bytes, trial)}, indent=1))
         else:
             from trainstep.report.kit.terminal import print_tables
 
             print_answers([answer], sys.stdout)
-            print_tables([fit_table(found)], [], sys.stdout)
+            print_tables([fit_table(fits)], [], sys.stdout)
     return 1 if best is None or (trial is not None and trial["failure"] is not None) else 0
 
 
 def _options(fields: Mapping[str, str | None]) -> dict[str, Any]:
-    """The step's flat values. ValueError for several of one option."""
+    """The step's flat values. ValueError if an option has several values."""
     grid = {"model": ["small"], **grid_from_text(dict(fields))}
     if several := next((name for name, values in grid.items() if len(values) > 1), None):
         raise ValueError(f"{several}: --fit searches for one step; give one value")

@@ -142,7 +142,7 @@ def _show_plan(
     store: Store,
     how: GridOptions,
 ) -> int:
-    """What the file of records has of each search, what would be measured next, and about how long that takes."""
+    """Print what the file of records has of each search, what would be measured next, and about how long that takes."""
     plans: list[dict[str, Any]] = []
     for result, start, label in zip(results, starts, labels, strict=True):
         left_s = len(result.untried) * (lab.trial_s(start) + lab.comparison_s(start))

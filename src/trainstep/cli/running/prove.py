@@ -1,7 +1,7 @@
 """`trainstep explain --prove`: measures the gains that the explanation predicts, resumably, and writes the winning options.
 
-The step comes from a record, or is profiled first. explain/prove.py decides what is tried; measure/harness/lab.py measures, and
-looks up first what the file of records has.
+The step comes from a record, or is profiled first. explain/prove.py decides what is tried; measure/harness/lab.py first
+looks up what the file of records has, and measures the rest.
 """
 
 import json
@@ -134,12 +134,12 @@ def prove_rows(
     explained, refusals = explain_rows(rows, calibration)
     if not explained:
         raise ValueError(next(iter(refusals), "records: there are none to explain; give a file of bench or profile"))
-    one = furthest(explained)[0]
-    record = one.row.record
+    step = furthest(explained)[0]
+    record = step.row.record
     if record.workload == _SCRIPT:
         from trainstep.cli.running.prove_script import prove_script
 
-        return prove_script(one, request, bounds, how, began_s)
+        return prove_script(step, request, bounds, how, began_s)
     if request.script_steps is not None:
         raise ValueError("script_steps: the step is built anew and takes --steps of its record; leave it out")
     check_provable(record)
@@ -149,8 +149,8 @@ def prove_rows(
         )
     here = same_machine(record, how)
     if len(explained) > 1:
-        tell(f"of {len(explained)} steps, the one furthest above its floor is proved: {one.label}", how)
-    return _prove(one, proof_store(how, request), bounds, request, how, here, began_s)
+        tell(f"of {len(explained)} steps, the one furthest above its floor is proved: {step.label}", how)
+    return _prove(step, proof_store(how, request), bounds, request, how, here, began_s)
 
 
 def same_machine(record: Record, how: GridOptions) -> Environment:
@@ -198,16 +198,16 @@ def _prove(
     config = planned_config(record.workload, record.config)
     start = start_of(record.workload, config)
     predict = predictor(config, one.calibration, budget.measured_s)
-    found = candidates(budget, config, predict, precisions=request.precisions, batch_sizes=request.batch_sizes)
+    changes = candidates(budget, config, predict, precisions=request.precisions, batch_sizes=request.batch_sizes)
     if not how.allow_mixed:
         check_same_place(store, here)
     lab = lab_of(store, bounds, how, str(record.config["device"]), began_s=began_s)
     lab.start = start
     if how.dry_run:
-        return show_plan(one, measure(one, found, lab, predict, how), found, lab, how)
+        return show_plan(one, measure(one, changes, lab, predict, how), changes, lab, how)
     with store.locked(), interrupt_says(lambda: f"finished measurements are kept in {store.path}; run it again"):
-        tell(f"{one.label}: {len(found)} changes to prove, records: {store.path}", how)
-        proof = measure(one, found, lab, predict, how)
+        tell(f"{one.label}: {len(changes)} changes to prove, records: {store.path}", how)
+        proof = measure(one, changes, lab, predict, how)
     return _show(one, proof, store, request, how, here)
 
 
@@ -220,12 +220,12 @@ def measure(
     *,
     needs_losses: bool = True,
 ) -> Proof:
-    """The proof by a lab whose `start` is set, with a line for each change that is measured."""
+    """Prove the changes with a lab whose `start` is set, and print a line for each change that is measured."""
 
     def reserve(comparisons: int) -> None:
         lab.reserved = comparisons
 
-    def said(place: int, of: int, candidate: Candidate) -> None:
+    def announce(place: int, of: int, candidate: Candidate) -> None:
         if not how.dry_run:
             tell(_progress_words(lab, place, of, candidate), how)
 
@@ -238,7 +238,7 @@ def measure(
         trial=lab.trial,
         compare=lab.compare,
         reserve=reserve,
-        said=said,
+        said=announce,
         needs_losses=needs_losses,
     )
 
@@ -252,7 +252,7 @@ def _progress_words(lab: "Lab | ScriptLab", place: int, of: int, candidate: Cand
 def show_plan(
     one: Explained, proof: Proof, found: Sequence[Candidate], lab: "Lab | ScriptLab", how: GridOptions
 ) -> int:
-    """What the file of records has, what would be measured next, and about how long that takes."""
+    """Print what the file of records has, what would be measured next, and about how long that takes."""
     each_s = lab.trial_s(proof.start) + lab.comparison_s(proof.start)
     # Two trials of the start come first, and a comparison of what helped together is the last.
     around_s = 2 * lab.trial_s(proof.start) + lab.comparison_s(proof.start) if proof.untried else 0.0
@@ -294,7 +294,7 @@ def _show(one: Explained, proof: Proof, store: Store, request: Request, how: Gri
         write_output("out_config", out_config, "proof", toml)
         lines.append(f"options: {out_config}")
     elif request.out_config is not None:
-        lines.append(f"options: nothing is faster for sure, so {request.out_config} was not written")
+        lines.append(f"options: no change is certainly faster, so {request.out_config} was not written")
     if how.page is not None:
         write_proof_page(one, [proof_section(one, proof, answer), *explain_sections([one])], answers, how.page)
         lines.append(f"page: {how.page}")

@@ -1,7 +1,7 @@
 """`trainstep explain RUN.jsonl --prove`: starts the recorded script again, changes it from outside, and measures what that gains.
 
-Which changes are tried is explain/script_changes.py's, what becomes of them explain/prove.py's, and the processes are
-measure/run/changed/script_lab.py's.
+explain/script_changes.py decides which changes are tried, explain/prove.py what becomes of them, and
+measure/run/changed/script_lab.py runs the processes.
 """
 
 import shlex
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _STEPS = 40
 _LEAST_STEPS = 8
-"""Of which four are warm-ups, one of them after the turn."""
+"""The fewest steps of a process: four of them are warm-ups, one of these after the turn begins."""
 
 
 def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOptions, began_s: float) -> int:
@@ -66,8 +66,8 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
         dry_run=how.dry_run,
     )
     if how.dry_run:
-        proof, found = _measured(one, lab, request, how)
-        return show_plan(one, proof, found, lab, how)
+        proof, changes = _measured(one, lab, request, how)
+        return show_plan(one, proof, changes, lab, how)
     with store.locked(), interrupt_says(lambda: f"finished processes are kept in {store.path}; run it again"):
         for line in _before_words(one, command, f"{steps} steps{' or more' if lab.may_share else ''}", str(store.path)):
             tell(line, how)
@@ -99,7 +99,7 @@ def _check(request: Request) -> None:
 
 
 def _before_words(one: Explained, command: ScriptCommand, steps: str, records: str) -> list[str]:
-    """What is said before the script runs. `steps`: how many each process takes, in words."""
+    """The lines to show before the script runs. `steps`: how many each process takes, in words."""
     ranks = f" on {command.ranks} ranks" if command.ranks > 1 else ""
     words = [
         f"{one.label}: `{shlex.join(command.words)}` is started again and again in {command.folder}{ranks}, {steps} "
@@ -111,19 +111,19 @@ def _before_words(one: Explained, command: ScriptCommand, steps: str, records: s
 
 
 def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions) -> tuple[Proof, Sequence[Candidate]]:
-    """The proof, and what it tries. The original's first process says which precision and which batch the script has."""
+    """The proof, and the changes that it tries. The original's first process says which precision and batch the script has."""
     first = lab.first()
     precision = None if first is None or first.failure else first.fact("script_precision")
     batch_size = None if first is None or first.failure else first.fact("loader_batch_size", 0)
     known = {"precision": precision, "batch_size": batch_size if request.batch_sizes else None}
     lab.start = {name: value for name, value in known.items() if value}
     place = _place(one.row.record, first, precision, batch_size)
-    found = script_candidates(one.budget, place, request.precisions, request.batch_sizes)
+    changes = script_candidates(one.budget, place, request.precisions, request.batch_sizes)
     if not how.dry_run:
-        tell(f"{len(found)} changes to prove", how)
+        tell(f"{len(changes)} changes to prove", how)
     if first is not None and first.failure is None:
-        lab.measure_in_rounds([{**lab.start, **candidate.fields} for candidate in found if not candidate.refusal])
-    return measure(one, found, lab, lambda _: None, how, needs_losses=False), found
+        lab.measure_in_rounds([{**lab.start, **candidate.fields} for candidate in changes if not candidate.refusal])
+    return measure(one, changes, lab, lambda _: None, how, needs_losses=False), changes
 
 
 def _place(record: Record, first: Record | None, precision: str | None, batch_size: int | None) -> ScriptPlace:
@@ -134,6 +134,7 @@ def _place(record: Record, first: Record | None, precision: str | None, batch_si
         precision=precision,
         batch_size=batch_size,
         compiles=bool((first or record).fact("compiled_graphs") or record.fact("compiled_graphs")),
+        fusable_parts=first.fact("fusable_parts", 0) if first is not None else 0,
     )
 
 
@@ -176,7 +177,7 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
 
 
 def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
-    """The lines of each cause's page, of a script that cannot be started again. Returns the exit code."""
+    """Show the lines of each cause's page, for a script that cannot be started again. Returns the exit code."""
     to_write = lines_to_write(one.budget)
     patch = _patch(one.row.record, [item.cause for item in to_write])
     answers = [script_answer(one, to_write, patch, reason), *explain_answers([one])]

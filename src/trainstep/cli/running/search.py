@@ -58,30 +58,30 @@ def run_search(
     if tell is not None:
         tell("searching by prediction, nothing runs: seconds, or up to a minute on a busy machine")
     on_bounds = None if tell is None else _told_by(tell)
-    found = search(space, speeds, gpu_memory_bytes=memory_bytes, minimize=minimize, on_bounds=on_bounds)
-    commands = _commands(found)
-    answer = search_answer(found, gpu, commands)
+    result = search(space, speeds, gpu_memory_bytes=memory_bytes, minimize=minimize, on_bounds=on_bounds)
+    commands = _commands(result)
+    answer = search_answer(result, gpu, commands)
     if page is not None:
-        _write_page(page, found, answer, speeds)
-    if out_config is not None and found.best is not None:
-        _write_toml(out_config, space, found.best.config, answer)
+        _write_page(page, result, answer, speeds)
+    if out_config is not None and result.best is not None:
+        _write_toml(out_config, space, result.best.config, answer)
     with outliving_reader(sys.stdout):
         if as_json:
-            print(ascii_json({"answer": plain_answers([answer]), **plain(found, gpu, commands)}, indent=1))
+            print(ascii_json({"answer": plain_answers([answer]), **plain(result, gpu, commands)}, indent=1))
         else:
             from trainstep.report.kit.terminal import print_tables
 
             print_answers([answer], sys.stdout)
-            print_tables(search_tables(found), [], sys.stdout)
+            print_tables(search_tables(result), [], sys.stdout)
     with outliving_reader(sys.stderr):
-        for name, path in (("page", page), ("options", out_config if found.best is not None else None)):
+        for name, path in (("page", page), ("options", out_config if result.best is not None else None)):
             if path is not None:
                 print(one_line(f"{name}: {path}"), file=sys.stderr)
-    return 0 if found.best is not None else 1
+    return 0 if result.best is not None else 1
 
 
 def _told_by(tell: Callable[[str], None]) -> Callable[[int, int, float], None]:
-    """What says how long the predictions take that follow the bounds, where that is seconds."""
+    """A callback that says how long the predictions after the bounds take, if that is seconds."""
 
     def on_bounds(ranks: int, candidates: int, bounds_s: float) -> None:
         most_s = _PREDICTIONS_TO_BOUNDS * bounds_s
@@ -154,8 +154,8 @@ def _commands(found: Found) -> tuple[str, ...]:
     """How to measure the best and the runner-up: one command if one option differs, else one for each."""
     if found.best is None or found.runner_up is None:
         return ()
-    best, other = (found.space.command_options(one.config) for one in (found.best, found.runner_up))
-    verbs = ["bench" if one.config.ranks == 1 else "parallel" for one in (found.best, found.runner_up)]
+    best, other = (found.space.command_options(choice.config) for choice in (found.best, found.runner_up))
+    verbs = ["bench" if choice.config.ranks == 1 else "parallel" for choice in (found.best, found.runner_up)]
     differing = [name for name in best if name in other and best[name] != other[name]]
     # An option that only one of both strategies has is ignored by the other.
     if len(differing) == 1 and verbs[0] == verbs[1] and (best.keys() == other.keys() or differing == ["sync"]):

@@ -43,9 +43,9 @@ _HEADS = 3
 _SMALL = 512
 _LARGEST_TILE = 256
 _RAGGED = 5
-"""The side that stays ends this many positions before its tile does."""
+"""The length of the side that stays ends this many positions before a tile does."""
 _WRONG = 2.0
-"""A tile is wrong if its error is over this many times what the tests' rule allows: one unlucky rounding must not cost a tile."""
+"""A tile is wrong if its error is over this many times what the tests' rule allows, so that one rounding rejects no tile."""
 
 
 class Operands(NamedTuple):
@@ -154,7 +154,7 @@ class LoneKernel:
             return parts.queries, parts.keys, parts.peaks
         parts = self._prologue()(q, k, v, do, o)
         inputs = (parts.queries, parts.keys, parts.peaks, lse, parts.delta)
-        if self._pass is KernelPass.KEY_GRADIENTS:  # it scales by what the other pass writes into `peaks`
+        if self._pass is KernelPass.KEY_GRADIENTS:  # this kernel scales by what the other pass writes into `peaks`
             where = tile_problem(KernelPass.QUERY_GRADIENTS, q.shape[-1], self._problem.arithmetic, q.device)
             other = self._bind_parts(KernelPass.QUERY_GRADIENTS, choose_row(where).config)
             other(*inputs, torch.empty_like(q))
@@ -224,7 +224,7 @@ def _errors(
     """Facts: `error`, `error_ratio` (the error over what the rule in ops/reference.py allows), and `wrong` with a reason."""
     with float32_matmuls("high" if config.arithmetic == "tf32" else "highest"):
         same_dtype = reference_outputs(config, tensors, tensors[0].dtype)
-    times = 4 if config.arithmetic in ("tf32", "tf32x3", "fp16x3") else 2  # these round in another way than torch
+    times = 4 if config.arithmetic in ("tf32", "tf32x3", "fp16x3") else 2  # the three round in another way than torch
     error, ratio = 0.0, 0.0
     for name, output in outputs.items():
         if not output.isfinite().all():

@@ -19,7 +19,7 @@ from trainstep.ops.flash_attention.portable.tiles import Arithmetic, KernelPass,
 from trainstep.training.attention import Attention, PackagedAttention, flash_attn_func, flex_attention, sdpa_on
 
 _REFUSALS = {"trainstep": (ValueError,), "flash_attn_4": (AssertionError, NotImplementedError)}
-"""The errors with which these refuse a case."""
+"""Implementation -> the errors with which it refuses a case."""
 _SMALL_TILE = 64 * 64
 _MOST_REASONS = 2
 

@@ -113,7 +113,7 @@ class SideProcesses:
 
 
 class AttentionTilesWorkload:
-    shares_worker = True  # and with it the side processes: starting one takes as long as compiling
+    shares_worker = True  # the next cell also keeps the side processes: starting one takes as long as compiling
 
     def __init__(self, check: str = "trainstep.measure.attention.lone_kernel:WORKLOAD") -> None:
         self._check = check

@@ -1,9 +1,9 @@
 """The workload `attention` times one implementation's forward, backward or both on one shape, and checks its values.
 
-Beside what measure/step/lone_pass.py measures, a record of it holds:
+A record of it holds what measure/step/lone_pass.py measures, and in addition:
 
 facts    flops; inputs_ scores_ softmax_ lse_ output_ gradients_ needed_bytes as costs/attention.py counts them, also for a failed
-         cell; error_*, has_nan, deterministic (attention/checks.py); peak_bytes are above what was there before the inputs
+         cell; error_*, has_nan, deterministic (attention/checks.py); peak_bytes above what was there before the inputs
 
 The forward pass is a training one: it keeps what backward needs. For direction `backward`, an untimed forward precedes each timed
 pass; gradients are returned, not accumulated.

@@ -32,7 +32,7 @@ class Source:
     side: str
     name: str
     commit: str | None = None
-    """The commit of the revision, or that a folder is at; None outside git."""
+    """The commit of the revision, or the commit that the folder is at; None outside git."""
     changes: str | None = None
     """A hash of what differs from the commit in a folder; None if nothing does."""
     top: Path | None = None
@@ -43,8 +43,8 @@ class Source:
 
     def is_same_code(self, other: "Source") -> bool:
         """Whether both are known to be the same version."""
-        mine, its = ((source.commit, source.changes, source.folder) for source in (self, other))
-        return mine == its and (self.commit is not None or self.folder is not None)
+        own, its = ((source.commit, source.changes, source.folder) for source in (self, other))
+        return own == its and (self.commit is not None or self.folder is not None)
 
     @property
     def words(self) -> str:
@@ -55,7 +55,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkout:
-    """A folder with one version of the project. `environ`: of the command."""
+    """A folder with one version of the project. `environ`: the environment of the command."""
 
     side: str
     folder: Path

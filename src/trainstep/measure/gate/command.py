@@ -4,8 +4,8 @@
     ran.wall_s, ran.cpu_s, ran.trouble
 
 The command is a process group of its own, so that all of it ends with the gate. After a SIGKILL of the gate its last run goes on to
-its end: to have the kernel end it needs code between fork and exec, and then each start copies this process's page tables. What the
-command prints goes to a file, which has room for a process that prints much, and costs it less than a pipe that somebody must read.
+its end: having the kernel end it would need code between fork and exec, and each start would then copy this process's page tables.
+What the command prints goes to a file, which has room for much output and costs the command less than a pipe that must be read.
 """
 
 import os
@@ -78,7 +78,7 @@ def _kill_group(process_id: int) -> None:
 
 
 def _children_cpu_s() -> float:
-    """Processor time of all processes that this one has waited for, and that those have."""
+    """Processor time of all processes that this process has waited for, and that those have waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -48,7 +48,7 @@ class Outcome:
 
 
 class _Stopped(Exception):
-    """The gate ends without an interval that decides."""
+    """Raised to end the gate without an interval that decides."""
 
     def __init__(self, ending: Ending) -> None:
         self.ending = ending
@@ -63,7 +63,7 @@ def run_gate(
     allow_mixed: bool = False,
     on_block: Callable[[Judgement, float], None] = lambda judgement, used_s: None,
 ) -> Outcome:
-    """Run the gate, or what is left of it, and return its outcome; of a gate that has ended, without running anything.
+    """Run the gate, or what is left of it, and return its outcome. If the gate has ended, nothing is run.
 
     `base`: a version to run, or a stored baseline. `on_block`: called after each block with the judgement so far and the used
     seconds.
@@ -121,7 +121,7 @@ class _Gate:
                 raise self._failed(checkout.side, f"its setup {ran.trouble}", ran)
 
     def _warm_up(self, checkouts: Mapping[str, Checkout]) -> Measure:
-        """Run each version once, find out how to measure where the user did not say, and compare where the two ran."""
+        """Run each version once, find out how to measure if the user did not say, and compare the environments of the two."""
         chosen = self._plan.measure
         measure = measure_of("records" if chosen == "auto" else chosen, self._plan.command, self._plan.quantity)
         ran: dict[str, Ran] = {}
@@ -136,18 +136,18 @@ class _Gate:
         if chosen == "auto" and any(isinstance(times, NoRecords) for times in seen.values()):
             measure = measure_of("wall", self._plan.command, None)
             seen = {side: measure.times(checkouts[side], ran[side]) for side in checkouts}
-        found: dict[str, Times] = {}
+        times_of: dict[str, Times] = {}
         for side, times in seen.items():
             if isinstance(times, NoTimes):
                 raise self._failed(side, str(times), ran[side])
-            found[side] = times
+            times_of[side] = times
         if self._baseline is not None:
-            found = {BASE: Times(seconds=self._baseline[0], environment=found[HEAD].environment), **found}
-        self._compare_environments(found)
+            times_of = {BASE: Times(seconds=self._baseline[0], environment=times_of[HEAD].environment), **times_of}
+        self._compare_environments(times_of)
         if self._cells is None:
-            self._cells = tuple(found[BASE].seconds)
+            self._cells = tuple(times_of[BASE].seconds)
         for side in checkouts:
-            self._keep(WARMUP, side, found[side].seconds, ran[side])
+            self._keep(WARMUP, side, times_of[side].seconds, ran[side])
         return measure
 
     def _compare_environments(self, found: Mapping[str, Times]) -> None:
@@ -159,7 +159,7 @@ class _Gate:
             raise _Stopped(
                 Ending(
                     verdict="cannot tell",
-                    reason=f"base and head ran in unlike environments: {'; '.join(unlike)}; --allow-mixed compares them anyway",
+                    reason=f"base and head ran in different environments: {'; '.join(unlike)}; --allow-mixed compares them anyway",
                 )
             )
         self._notes += [f"Unlike environments: {'; '.join(unlike)}."] if unlike else []
@@ -205,14 +205,14 @@ class _Gate:
     def _run_once(self, checkout: Checkout, measure: Measure, limit_s: float) -> Ran:
         ran = run_command(checkout, measure.command, limit_s=limit_s)
         self._longest_s = max(self._longest_s, ran.wall_s)
-        if not ran.started and checkout.side == BASE:  # which runs first, so this command never ran
+        if not ran.started and checkout.side == BASE:  # base runs first, so the command has never run
             raise ValueError(f"command: {shlex.quote(measure.command[0])} {ran.trouble}")
         if ran.trouble:
             raise self._failed(checkout.side, f"the command {ran.trouble}", ran)
         return ran
 
     def _keep(self, block: int, side: str, seconds: Mapping[str, float], ran: Ran | None) -> None:
-        """Write a run, with the time since the last one. Without `ran` it is a stored one, which took none."""
+        """Write a run, with the time since the last one. Without `ran` it is a run of the stored baseline, which took no time."""
         assert self._cells is not None
         if unlike := set(self._cells) ^ set(seconds):
             name = min(unlike)
@@ -233,7 +233,7 @@ class _Gate:
         self._runs.append(run)
 
     def _next_block_s(self, number: int) -> float:
-        """About how long the next block takes: as the median of the last ones; the first one, as four of the longest runs."""
+        """About how long the next block takes: the median of the last blocks; for the first block, the longest run four times."""
         by_block: dict[int, float] = {}
         for run in self._runs:
             by_block[run.block] = by_block.get(run.block, 0.0) + run.used_s

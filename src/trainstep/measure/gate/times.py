@@ -82,7 +82,7 @@ class Duration:
 
 
 class BenchmarkFile:
-    """The medians in pytest-benchmark's JSON: of the file that the command names, else of one that is added to the command."""
+    """The medians in pytest-benchmark's JSON: in the file that the command names, else in one that is added to the command."""
 
     name = "benchmark"
 
@@ -92,7 +92,7 @@ class BenchmarkFile:
         self._file = named or _BENCHMARK_FILE
 
     def prepare(self, checkout: Checkout) -> None:
-        (checkout.folder / self._file).unlink(missing_ok=True)  # what an earlier run left is not this run's
+        (checkout.folder / self._file).unlink(missing_ok=True)  # a file that an earlier run left is not this run's
 
     def times(self, checkout: Checkout, ran: Ran) -> Times:
         path = checkout.folder / self._file
@@ -136,10 +136,10 @@ class RecordFiles:
                 raise NoTimes(f"{_title(record)} failed: {failure.kind} in {failure.phase}: {failure.message}")
             cells.setdefault(_identity(record), []).append(record)
         seconds: dict[str, float] = {}
-        for found in cells.values():
-            title = _title(found[0])
+        for of_cell in cells.values():
+            title = _title(of_cell[0])
             same = sum(name.partition(" #")[0] == title for name in seconds)
-            seconds[f"{title} #{same + 1}" if same else title] = self._median(found)
+            seconds[f"{title} #{same + 1}" if same else title] = self._median(of_cell)
         environment = asdict(records[-1].environment)
         return Times(seconds=seconds, environment={key: environment[key] for key in _ENVIRONMENT})
 
@@ -178,7 +178,7 @@ def option_value(command: Sequence[str], option: str) -> str | None:
 
 
 def _read(path: Path) -> list[Record]:
-    """The records of a file; none of a file that is something else, such as that of a gate."""
+    """The records of a file; an empty list if it holds something else, as the file of a gate does."""
     try:
         return Store(path).finished()
     except ValueError:

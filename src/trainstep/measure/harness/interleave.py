@@ -95,7 +95,7 @@ def _run_live(
             try:
                 live.run(plan, together=index > 0 and all(map(_prepares_beside_others, working)))
                 if index + 1 == plan.sets:
-                    joined = {key: _joined(found) for key, found in parts.items() if found}
+                    joined = {key: _joined(records) for key, records in parts.items() if records}
                     plan.extend(half_width(cells, joined, plan))
                 # One variant alone is compared with nothing: it takes the steps that its config asks for, and no more.
                 last = index + 1 == plan.sets or len(live.alive) < (2 if plan.takes_all else 1)
@@ -119,7 +119,7 @@ def _run_live(
 
 
 class _LiveSet:
-    """A set.
+    """A set: one live process for each variant.
 
     A process that is lost, or can measure no more, is closed, which makes room for the others; a process that can measure
     another cell becomes idle again. If memory runs out beside other live processes, the variants do not fit.
@@ -130,7 +130,7 @@ class _LiveSet:
         self._runs: list[CellRun] = []
         self._ended: dict[str, Record] = {}
         self._leaving: list[Connection] = []
-        """Of processes that have finished. They end together, because the end of a process that used a GPU takes a while."""
+        """Connections of processes that have finished. They end together, as the end of a process that used a GPU takes a while."""
         self._shared = False
 
     @property
@@ -141,7 +141,7 @@ class _LiveSet:
     def run(self, plan: SetsPlan, *, together: bool) -> None:
         """Prepare every variant, in order or all `together`, then take all steps, interleaved."""
         began_s = time.monotonic()
-        # Before any process starts, as one that starts would be a load to the other.
+        # Read before any process starts, because a starting process would count as load to the next.
         load = load_before("cuda", self._limits.visible_devices) if together else None
         for cell in self._cells:
             self._runs.append(CellRun(cell, self._limits, self._processes.take(cell, self._tell), load))
@@ -183,8 +183,8 @@ class _LiveSet:
             prepared: list[Future[Answer]] = [threads.submit(run.prepare) for run in self._runs]
             wait(prepared)
         finally:
-            threads.shutdown(wait=False)  # after an interrupt each ends with its process, which close() ends
-        others = len(self._runs) - 1  # all were alive, whichever failed
+            threads.shutdown(wait=False)  # after an interrupt each thread ends with its process, which close() ends
+        others = len(self._runs) - 1  # all were alive meanwhile, whichever failed
         for run, answer in zip(self._runs, prepared, strict=True):
             self._settle(run, "prepare", answer.result, others=others)
 
@@ -203,8 +203,8 @@ class _LiveSet:
         self._settle(run, do, ask, others=len(self.alive) - 1)
 
     def _settle(self, run: CellRun, do: str, answered: Callable[[], Answer], *, others: int) -> None:
-        """Take the answer to the action `do`, which `answered` returns, or raises CellLost; the rest is `_advance`'s. `others`:
-        processes that were alive beside it."""
+        """Take the answer to the action `do`: `answered` returns it or raises CellLost; the rest is as in `_advance`. `others`:
+        processes that were alive beside this one."""
         again = False
         try:
             answer = answered()

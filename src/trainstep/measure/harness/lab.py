@@ -27,7 +27,7 @@ from trainstep.records.store import RUNS, Store
 TRIAL_STEPS = 10
 """The least warm-ups of a trial. Their losses are compared; wrong gradients show only after some updates."""
 _LEAST_VOCABULARY = 256
-"""Bytes of text need it."""
+"""The smallest vocabulary that can hold the bytes of a text."""
 
 
 class Progress(Protocol):
@@ -56,18 +56,18 @@ class Lab:
         began_s: float | None = None,
         dry_run: bool = False,
     ) -> None:
-        """`progress`: opens the progress of a group. `say`: shows a line. `facts`: of every record. `began_s`: when the budget
-        began, by time.monotonic; by default now."""
+        """`progress`: opens the progress of a group. `say`: shows a line. `facts`: added to every record. `began_s`: when the
+        budget began, by time.monotonic; by default now."""
         self.store, self._limits, self._device = store, limits, device
         self._progress, self._say, self._facts = progress, say, facts
         self._budget_minutes, self._dry_run = budget_minutes, dry_run
-        # What the time limit of an earlier command ended is tried again, as this one's may be longer.
+        # A cell that an earlier command's time limit ended is tried again, as this command's may be longer.
         self._records = [
             record for record in store.finished() if record.failure is None or record.failure.kind != "timeout"
         ]
         self._began_s = time.monotonic() if began_s is None else began_s
         self.start: Options = {}
-        """The start of the search that runs; progress names what differs from it."""
+        """The options from which the search starts; progress names what differs from them."""
         self.reserved = 0
         """Number of comparisons for which the budget must have room after the next measurement."""
         self._trials_s: list[float] = []
@@ -78,7 +78,7 @@ class Lab:
         return self._cell(options).key
 
     def trial(self, options: Options, repeat: int) -> Trial | None:
-        """One process alone, or an earlier run's record of that."""
+        """Measure one process alone, or take an earlier run's record of that."""
         cell = self._trial_cell(options)
         known = [record for record in self._records if record.key == cell.key and _is_trial(record)]
         if len(known) > repeat:
@@ -94,7 +94,7 @@ class Lab:
         return Trial(losses=losses, step_s=min(record.samples["step"].values))
 
     def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
-        """Both interleaved, or an earlier run's records of that: its first comparison of this pair, or with repeat 1 its second.
+        """Compare both interleaved, or take earlier records: of the first comparison of this pair, or with repeat 1 of the second.
 
         Steps of unlike numbers of tokens are compared by their times per token.
         """
@@ -174,7 +174,7 @@ class Lab:
         return measured
 
     def _is_spent(self, next_s: float, options: Options) -> bool:
-        """Whether a measurement of so many seconds, and what is reserved, would end after the budget. The first always runs."""
+        """Whether a measurement of so many seconds, and what is reserved, would exceed the budget. The first always runs."""
         if self._budget_minutes is None or not (self._trials_s or self._comparisons_s):
             return False
         needed_s = next_s + self.reserved * self.comparison_s(options)

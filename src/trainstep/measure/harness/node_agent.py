@@ -20,7 +20,7 @@ from trainstep.records.record import Failure
 LOST = 3
 """The exit code of an agent whose driver is gone."""
 _LOOKS, _LOOK_S = 5, 1.0
-"""How often, and how far apart, an agent looks for a file of another node's before it says that it does not see it."""
+"""How often, and how many seconds apart, an agent looks for another node's file before it says that it does not see it."""
 
 
 class Agent:
@@ -32,7 +32,7 @@ class Agent:
         self.lost_driver = False
 
     def serve(self) -> int:
-        """The exit code that the driver gives at its end; LOST if it goes without one."""
+        """Serve the driver until it ends. Returns the exit code that the driver gives; LOST if it goes without giving one."""
         try:
             for line in self._lines:
                 if line["do"] == "end":

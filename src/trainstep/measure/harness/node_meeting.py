@@ -173,12 +173,12 @@ def nodes_of_job(count: int) -> Iterator[Nodes | None]:
 
 
 def _store_key() -> str:
-    """Where the driver's port is in the store; each restart by torchrun has its own."""
+    """The key of the driver's port in the store; each restart by torchrun has its own key."""
     return f"{_KEY} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 class _Door:
-    """Where the driver welcomes nodes."""
+    """Welcomes nodes on the driver's side."""
 
     def __init__(self, token: str, words: Sequence[str] | None) -> None:
         self._token, self._words = token, None if words is None else list(words)
@@ -205,7 +205,7 @@ class _Door:
         """What to add to a sentence about absent nodes."""
         if not self._refused:
             return ""
-        return f"; {self._refused} that came did not know the token: set TRAINSTEP_TOKEN alike on every node"
+        return f"; {self._refused} that came did not know the token: set the same TRAINSTEP_TOKEN on every node"
 
     def _welcome(self, lines: Lines) -> None:
         arrived = _welcomed(lines, self._token, self._words)
@@ -228,12 +228,12 @@ def _welcomed(lines: Lines, token: str, words: Sequence[str] | None = None) -> N
         lines.close()
         return None
     lines.send(proof=proof(token, str(hello["challenge"]), "driver"), name=node_name())
-    number, name, seen, theirs = int(hello["node"]), str(hello["name"]), hello["environment"], hello.get("words")
+    number, name, seen, command = int(hello["node"]), str(hello["name"]), hello["environment"], hello.get("words")
     if set(seen) != {field.name for field in dataclasses.fields(Environment)}:
         reason = f"has another trainstep than {node_name()}; install the same on every node"
-    elif theirs is not None and words is not None and theirs != list(words):
+    elif command is not None and words is not None and command != list(words):
         reason = (
-            f"runs another command than {node_name()}, `trainstep {shlex.join(theirs)}`; start the same on every node"
+            f"runs another command than {node_name()}, `trainstep {shlex.join(command)}`; start the same on every node"
         )
     else:
         return Node(number, name, Environment(**seen), lines)
@@ -266,14 +266,12 @@ def _introduce(lines: Lines, launch: Launch, token: str, words: Sequence[str] | 
     )
     answer = lines.receive(_HELLO_S) or {}
     if answer.get("proof") != proof(token, challenge, "driver"):
-        raise ValueError(
-            "TRAINSTEP_TOKEN: the first node and this one do not have the same; set it alike on every node"
-        )
+        raise ValueError("TRAINSTEP_TOKEN: this node's is not the first node's; set the same one on every node")
     return str(answer.get("name", launch.address))
 
 
 def main() -> None:
-    """A task of `nodes_of_job`'s srun: this node's agent; on the first node, nothing."""
+    """Run a task of `nodes_of_job`'s srun: be this node's agent; on the first node, do nothing."""
     launch = find_launch(os.environ)
     try:
         sys.exit(serve_node(launch) if launch.node else 0)

@@ -60,7 +60,7 @@ class Lines:
         self._lock = threading.Lock()
 
     def send(self, **fields: Any) -> None:
-        """Send one object; nothing happens where the other side is gone, which reading shows."""
+        """Send one object. If the other side is gone, nothing happens; reading shows that."""
         with suppress(OSError), self._lock:
             self._peer.sendall((json.dumps(fields) + "\n").encode())
 
@@ -68,10 +68,10 @@ class Lines:
         """The next object; None at the end, or after `timeout_s`, from which on nothing can be received."""
         self._peer.settimeout(timeout_s)
         try:
-            found = json.loads(self._file.readline() or "null")
+            message = json.loads(self._file.readline() or "null")
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return message if isinstance(message, dict) else None
 
     def receive_hello(self, timeout_s: float) -> dict[str, Any] | None:
         """The first object of a peer that nobody knows yet; None unless it comes whole in time, and is of a hello's size."""
@@ -83,10 +83,10 @@ class Lines:
                 line += part
                 if not part or len(line) > _HELLO_BYTES or time.monotonic() > deadline_s:
                     return None
-            found = json.loads(line)
+            message = json.loads(line)
         except (OSError, ValueError, RecursionError):
             return None
-        return found if isinstance(found, dict) else None
+        return message if isinstance(message, dict) else None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while (line := self.receive()) is not None:
@@ -115,7 +115,7 @@ class Node:
         self._listener.start()
 
     def open(self) -> tuple[str, "queue.SimpleQueue[dict[str, Any] | None]"]:
-        """A new name for something that is asked of the agent, and the queue of its answers; None: the node is gone."""
+        """A new name for a request to the agent, and the queue of its answers, in which None means that the node is gone."""
         name = uuid.uuid4().hex
         self._queues[name] = queue.SimpleQueue()
         if not self.alive:
@@ -126,7 +126,7 @@ class Node:
         self._lines.send(**fields)
 
     def drop(self, name: str) -> None:
-        """Await nothing more under this name."""
+        """Await no more answers under this name."""
         self._queues.pop(name, None)
 
     def sees(self, path: Path) -> bool:
@@ -159,7 +159,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of a launch as its driver has them. `here`: the name of the driver's node, the first; `tasks`: of the launch."""
+    """The nodes of a launch, as its driver sees them. `here`: the name of the driver's node, the first; `tasks`: the launch's."""
 
     here: str
     address: str
@@ -206,7 +206,7 @@ class Nodes:
         try:
             probe.touch()
             for node, name in zip(self.others, self.names[1:], strict=True):
-                if not node.sees(probe):  # as it is: ranks of each node take a relative folder as in their own
+                if not node.sees(probe):  # the path as given: each node's ranks resolve a relative folder in their own
                     raise ValueError(
                         f"{option}: {name} does not see what {self.names[0]} writes into {folder}; name a folder that all "
                         "nodes share"

@@ -86,7 +86,7 @@ def connect(cell: Cell, tell: Tell, *, forks: bool = True, nodes: Nodes | None =
 class RankConnection:
     """A connection for each rank. Reports the stages of rank 0. On a CPU the ranks of a node share cores and memory limit.
 
-    `nodes`: of the launch, whose first `node_count` the ranks are spread over; None: all ranks are here.
+    `nodes`: those of the launch; the ranks are spread over its first `node_count`. None: all ranks are here.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ def slowest_rank(findings: Sequence[Plain]) -> int:
 
 
 def _slowest_values(by_rank: Sequence[Plain], names: Iterable[str]) -> dict[str, Plain]:
-    """The samples of these names, of which each value is the slowest rank's."""
+    """The samples of these names, each value being that of the slowest rank."""
     slowest: dict[str, Plain] = {}
     for name in names:
         of_ranks = [samples[name] for samples in by_rank]

@@ -55,7 +55,7 @@ class CellRun:
     def __init__(
         self, cell: Cell, limits: Limits, connection: Connection, load: Mapping[str, float | int] | None = None
     ) -> None:
-        """`load`: what other processes did to this machine before the cell, where `prepare` is not to look."""
+        """`load`: what other processes did to this machine before the cell; None: `prepare` looks itself."""
         self.cell = cell
         self.connection = connection
         self._limits = limits

@@ -29,7 +29,7 @@ FEWEST_SETS = 6
 _SETS_S = 60.0
 """About how many seconds all sets may take together."""
 _MOST_SETS_IF_NOISY, _SETS_S_IF_NOISY = 24, 120.0
-"""The same limits for all sets, those before included, where the machine is noisy."""
+"""The same two limits where the machine is noisy; the sets before count too."""
 _HALF_WIDTH = 0.025
 """Half of the 99 % interval, as a log ratio, that further sets aim at: a true 5 % is then found in over 95 % of comparisons."""
 _STEPS_S = 1.0

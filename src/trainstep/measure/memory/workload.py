@@ -176,7 +176,7 @@ class StepMemoryMeasurement:
     """One run, or one rank's part of it, with its memory recorded. Running out of memory raises CellFailed with the holders.
 
     `outside`: what the process takes of a GPU beside the allocator. `meeting_facts`: the facts of `meet`. `largest`: the
-    largest number of all ranks. `next_step`: the number of the next step. `why_not`: why no step was captured, if none came to it.
+    largest number of all ranks. `next_step`: the number of the next step. `why_not`: why no step was captured, if none was.
     """
 
     config: MemoryConfig
@@ -217,7 +217,7 @@ class StepMemoryMeasurement:
             was_to_be_captured = self._is_captured
             self._record_step()
             if was_to_be_captured and not self._is_captured:
-                # The capture failed: the next step shows what runs instead, without the memory of the graph that is none.
+                # The capture failed: the next step shows what runs instead, without the memory of the failed graph.
                 if self.built.opened.device.type == "cuda":
                     torch.cuda.empty_cache()
                 self._record_step()
@@ -316,7 +316,7 @@ class StepMemoryMeasurement:
 
     def _release_sent(self) -> None:
         """Give gloo's threads a moment to release what they sent."""
-        # They keep it a little after the wait for it is over. If theirs were the last reference, the profiler would miss the free.
+        # They keep it a little longer than the wait for it. If theirs were the last reference, the profiler would miss the free.
         if self.config.ranks > 1 and self.config.run.device == "cpu":
             time.sleep(_GLOO_RELEASE_S)
 

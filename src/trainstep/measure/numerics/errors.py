@@ -149,8 +149,8 @@ def range_table(
 ) -> dict[str, list[Any]]:
     """Shares of lost elements by layer: without a scale, with this scale, and with twice it (overflow).
 
-    Counted are the parameters' gradients that were computed in fp16, and the gradients of the modules' outputs, which carry them
-    from layer to layer. An element that is zero in the reference too does not count.
+    The shares count the parameters' gradients that were computed in fp16, and the gradients of the modules' outputs, which carry
+    them from layer to layer. An element that is zero in the reference too does not count.
     """
     parameters, outputs = {}, {}
     for factor in (1.0, scale, 2 * scale):  # one pass at a time: each holds a gradient of the whole model

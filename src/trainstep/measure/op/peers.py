@@ -16,7 +16,7 @@ from trainstep.config.op import PACKAGES
 from trainstep.measure.harness.failures import refused
 
 EPS = 1e-5
-"""Of both norms, for every implementation."""
+"""The epsilon of both norms, for every implementation."""
 Outputs = tuple[Tensor, ...]
 Function = Callable[..., Outputs]
 

@@ -12,7 +12,7 @@ from trainstep.training.precision import DTYPES
 
 _THETA = 10_000.0
 _UPDATES_BEFORE = 100
-"""Updates of adamw before the first that is timed, so that its corrections of the bias are neither 1 nor large."""
+"""Number of adamw updates before the first timed one, so that its corrections of the bias are neither 1 nor large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Tensors:
     """What an implementation takes by name. `gradients`: one for each output; empty for an update."""
 
     leaves: Mapping[str, Tensor]
-    """Inputs with a gradient; of an update, the tensors that it reads and writes."""
+    """Inputs with a gradient; for an update, the tensors that it reads and writes."""
     constants: Mapping[str, Tensor]
     gradients: tuple[Tensor, ...]
 
@@ -65,7 +65,7 @@ def _with_gradients(inputs: Mapping[str, Tensor], constants: Mapping[str, Tensor
 
 
 def _rotary_tensors(sizes: Mapping[str, int], normal: Callable[..., Tensor], device: torch.device) -> Tensors:
-    """As projections give them: in memory (B, S, heads, D), with one batch."""
+    """Tensors as projections give them: in memory (B, S, heads, D), with one batch."""
     tokens, head_dim = sizes["tokens"], sizes["head_dim"]
     heads = (sizes["heads"], sizes["key_heads"])
     q, k, dq, dk = (normal(1, tokens, count, head_dim).transpose(1, 2) for count in (*heads, *heads))

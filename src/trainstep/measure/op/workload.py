@@ -1,9 +1,9 @@
 """The workload `op` times one implementation's forward, backward or both of one op, and checks its values.
 
-Beside what measure/step/lone_pass.py measures, a record of it holds:
+A record of it holds what measure/step/lone_pass.py measures, and in addition:
 
 facts    flops or bytes of the pass as costs/single_op.py counts them, also for a failed cell; error_*, has_nan, deterministic
-         (op/checks.py); peak_bytes are above the inputs
+         (op/checks.py); peak_bytes above the inputs
 
 The forward pass is a training one: it keeps what backward needs. For direction `backward`, an untimed forward precedes each timed
 pass; gradients are returned, not accumulated. An update of adamw is one pass, which changes its tensors.

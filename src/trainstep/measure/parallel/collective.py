@@ -164,9 +164,9 @@ class CollectiveMeasurement:
                 taken_s = (time.perf_counter() - started_s) / 2
                 if everyone.ranks.rank == first:
                     rows.append((first, second, taken_s))
-        found = [json.loads(text) for text in everyone.gather_texts(json.dumps(rows))]
+        of_ranks = [json.loads(text) for text in everyone.gather_texts(json.dumps(rows))]
         times: dict[tuple[int, int], list[float]] = {}
-        for first, second, taken_s in (row for rank_rows in found for row in rank_rows):
+        for first, second, taken_s in (row for rank_rows in of_ranks for row in rank_rows):
             times.setdefault((first, second), []).append(taken_s)
         return {
             "rank": [first for first, _ in times],

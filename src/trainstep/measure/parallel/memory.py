@@ -7,7 +7,7 @@
     communication    every other tensor that the parallel strategy keeps: buffers, gathered parameters
     activations      what forward saved for backward and is in none of these, as autograd saves it
     unnamed          on a GPU: what the allocator gave out beyond all this. Batches, the loss, libraries' workspaces, temporaries;
-                     with torch's own strategies their buffers, which cannot be seen from here; of recomputed blocks what they keep
+                     with torch's own strategies their buffers, which cannot be seen from here; what recomputed blocks keep
 
 A storage may be in several categories and counts once, in the first. A CPU's allocator keeps no count, so nothing is unnamed there.
 The table has a row for each rank, point and line, with `expected_bytes` by plan/peak_memory.py (none for torch's strategies). The

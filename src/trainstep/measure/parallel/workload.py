@@ -137,13 +137,13 @@ class ParallelMeasurement:
 
     def _check_shards(self, replicas: Ranks) -> None:
         """Check that the ranks with the same shard agree. CellFailed on all ranks if some have drifted apart."""
-        found = ""
+        disagreement = ""
         try:
             check_agreement(self.timed.assembly.module, replicas, what="parameters")
         except ReplicasDisagree as error:
-            found = f"of rank {self._ranks.rank}'s shard, where a rank stands for its group: {error}"
-        if any(all_found := Collectives(self._ranks).gather_texts(found)):
-            message = next(filter(None, all_found))
+            disagreement = f"of rank {self._ranks.rank}'s shard, where a rank stands for its group: {error}"
+        if any(of_ranks := Collectives(self._ranks).gather_texts(disagreement)):
+            message = next(filter(None, of_ranks))
             raise CellFailed(Failure(kind="divergence", phase="agreement", message=message))
 
     def _traffic(self) -> tuple[dict[str, Fact], dict[str, Any]]:

@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class _Training:
-    """One training at a time. It ends once; if nobody ends it, because training raised an error, the end of the process does."""
+    """Watches one training at a time. A watch ends once: with the training or, after an error in training, with the process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         unknown = next((option for option in options if option not in _DEFAULTS), None)

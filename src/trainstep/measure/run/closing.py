@@ -1,9 +1,9 @@
 """Decides which optimizer's update ends a step, where a script has several optimizers: `closing.closes(id(optimizer))`.
 
-[Note: the rule] The step ends with the optimizer that updates most rarely; of those that update about as often, with the one that
-appeared last. So two optimizers that follow each other (matrices by one, the rest by another) make one step, a GAN's step is an
-update of each of its networks, and one with five updates of the critic for each of the generator ends with the generator's. The
-rule is applied to the updates so far, so that it needs a cycle to settle.
+[Note: the rule] The step ends with the optimizer that updates most rarely; of several that update about as rarely, with the one
+that appeared last. So two optimizers that follow each other (matrices by one, the rest by another) make one step. A GAN's step is
+an update of each of its networks; with five updates of the critic for each update of the generator, the step ends with the
+generator's. The rule is applied to the updates so far, so it needs a cycle to settle.
 """
 
 _ALIKE = 1.5
@@ -11,7 +11,7 @@ _ALIKE = 1.5
 _MEMORY = 64
 """Counts are halved when there are more updates than this per optimizer, so that a new rhythm is learnt."""
 _LOST = 8
-"""An optimizer is forgotten after this many times its usual distance: a network was frozen, or an optimizer was made anew."""
+"""An optimizer without an update for this many times its usual distance is forgotten: it was replaced, or its network frozen."""
 
 
 class Closing:
@@ -19,12 +19,12 @@ class Closing:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        """In the order of appearance."""
+        """Optimizer -> its updates so far, in the order of appearance."""
         self._latest: dict[int, int] = {}
         """Optimizer -> the number of its latest update among all updates."""
         self._updates = 0
         self.seen = 0
-        """The most optimizers that were in use at a time."""
+        """The most optimizers that were in use at the same time."""
 
     def closes(self, optimizer: int) -> bool:
         """Count an update of this optimizer; whether the step ends with it."""

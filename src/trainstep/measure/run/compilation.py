@@ -93,7 +93,7 @@ def _counted(utils: Any) -> tuple[int, int]:
 
 
 def _key(metrics: Any) -> tuple[str, int | None]:
-    """What tells compilations apart: their numbers do not, because torch counts from 0/0 again after torch._dynamo.reset()."""
+    """The key of a compilation. Its number alone is not enough: torch counts from 0/0 again after torch._dynamo.reset()."""
     return str(metrics.compile_id), metrics.start_time_us
 
 

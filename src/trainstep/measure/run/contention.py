@@ -51,7 +51,7 @@ class Contention:
         return facts
 
     def _on_gpu(self, gpu: GpuState, since_s: float) -> dict[str, float | int | None]:
-        """In a container the driver's process numbers are the host's: one of them is then ours, and taken to be the busiest."""
+        """The facts of a GPU. In a container the driver gives the host's process numbers: the busiest is then taken to be ours."""
         pids, shares = gpu.processes(), gpu.process_shares(since_s)
         if pids is None:
             return {}
@@ -74,7 +74,7 @@ class Contention:
 
 
 def _read(read: Callable[[], str]) -> str:
-    """The text; none of a thread that has ended."""
+    """The text; empty for a thread that has ended."""
     try:
         return read()
     except OSError:

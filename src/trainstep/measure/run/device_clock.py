@@ -33,7 +33,7 @@ def matmul_precision() -> str:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream captures a graph, which holds no events of ours, and nothing that waits."""
+    """Whether the current stream captures a graph, which must hold no events of ours and nothing that waits."""
     return bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -43,7 +43,7 @@ class _Mark(NamedTuple):
 
 
 class DeviceClock:
-    """The device times of steps on the current GPU. Events are used again, because making one costs as much as recording it."""
+    """The device times of steps on the current GPU. Events are reused, because making one costs as much as recording it."""
 
     def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
@@ -51,12 +51,12 @@ class DeviceClock:
         self._waiting: deque[list[_Mark]] = deque()
 
     def mark(self, part: Part | None) -> None:
-        """A part begins; those that are not timed on the device do not matter, nor does a part that goes on."""
+        """Note that a part begins. Parts that are not timed on the device are ignored, and so is a part that merely goes on."""
         if part in MARKED and (not self._marks or self._marks[-1].part is not part) and not is_capturing():
             self._record(part)
 
     def end_step(self) -> None:
-        """The step ends on the host."""
+        """Note that the step has ended on the host."""
         self._record(None)
         self._waiting.append(self._marks)
         self._marks = []

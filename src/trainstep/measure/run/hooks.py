@@ -1,4 +1,4 @@
-"""Hooks in a training script that nobody changed: its optimizers, its outermost modules, backward, its data loaders.
+"""Hooks into a training script without changing it: its optimizers, its outermost modules, backward, its data loaders.
 
     hooks = Hooks(clock, on_update)
     hooks.install()
@@ -45,7 +45,7 @@ class Hooks:
         self.called: torch.nn.Module | None = None
         """The followed module that was called first, with gradients: the one that trains."""
         self.batch_size: int | None = None
-        """Of the first data loader that was read; None where that does not know it."""
+        """The batch size of the first data loader that was read; None if the loader does not know it."""
         self._clock = clock
         self._on_update = on_update
         self._thread = threading.get_ident()
@@ -129,7 +129,7 @@ class Hooks:
             self._on_update(optimizer)
 
     def _followed_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A gradient scaler's step, which leaves out the optimizer's if a gradient is infinite, and is a step anyway."""
+        """A gradient scaler's step. It skips the optimizer's step if a gradient is infinite, which counts as a step too."""
 
         @functools.wraps(step)
         def followed_step(scaler: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
@@ -197,7 +197,7 @@ class Hooks:
         if part is None or part is Part.OPTIMIZER:  # an optimizer's closure computes the loss
             part = Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
             self.called = module if self.called is None and part is Part.FORWARD else self.called
-        # Else it belongs to what is under way: backward recomputes, or a module calls another one that is outermost too
+        # Else the call belongs to the open part: backward recomputes, or a module calls another outermost module
         self._forward_parts.append(part)
         self._clock.enter(part)
 
@@ -208,7 +208,7 @@ class Hooks:
             self.forwards += part is Part.FORWARD and not self._forward_parts
 
     def _replace(self, owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put a function in place of another, and note how to put it back."""
+        """Replace a function by another, and note how to restore it."""
         original = getattr(owner, name)
         followed = made(original)
 
@@ -227,7 +227,7 @@ def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
 
 
 def _batch_size_of(loader: Any) -> int | None:
-    """Sequences in a batch of a loader, also of one with a sampler of batches; None of an iterator."""
+    """Sequences in a batch of a loader, also if it has a sampler of batches; None for an iterator."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(owner, "batch_size", None)
         if isinstance(size, int):

@@ -56,7 +56,7 @@ class Inspection:
         self._profiler: profile | None = None
 
     def start(self, others: "OtherProfilers") -> None:
-        """The step begins."""
+        """Begin the inspection, as the step begins."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._profiler = profile(activities=activities, record_shapes=True)
         others.start_own(self._profiler)
@@ -66,7 +66,7 @@ class Inspection:
         self._stack.callback(self._end_range)
 
     def part_begins(self, part: Part | None) -> None:
-        """A part begins, or, with None, the last one ends. Forward goes on until the next part begins, with the loss."""
+        """Begin a part or, with None, end the last one. Forward lasts until the next part begins, and so includes the loss."""
         if part is self._part or (part is None and self._part is Part.FORWARD):
             return
         self._end_range()
@@ -76,7 +76,7 @@ class Inspection:
         self._part = part
 
     def finish(self, unprofiled: Unprofiled) -> Inspected | None:
-        """The step has ended: what it shows, or None after `abandon`."""
+        """End the inspection with the step, and return what it shows; None after `abandon`."""
         if self._profiler is None:
             return None
         self._stack.close()
@@ -94,8 +94,8 @@ class Inspection:
             profiled = profile_of(trace, unprofiled=unprofiled, kernels_kept=_KEPT)
             work = read_work(trace)
             messages = read_communication(work).steps
-            found = find_patterns(work)
-            patterns = found.table({} if self._on_gpu else seconds_instead(found))
+            recognised = find_patterns(work)
+            patterns = recognised.table({} if self._on_gpu else seconds_instead(recognised))
             tables |= {"patterns": patterns} if patterns else {}
             sent = gradient_messages(work)
         except Exception as error:  # noqa: BLE001  (a profiler may write anything, and the script must go on)
@@ -108,8 +108,8 @@ class Inspection:
             communication_s=sum(step.communication_s for step in messages),
             exposed_s=sum(step.exposed_s for step in messages),
             **sent,
-            **found.sixteen_bit.numbers(),
-            interrupted_share=found.interrupted_share,
+            **recognised.sixteen_bit.numbers(),
+            interrupted_share=recognised.interrupted_share,
             **{name: value for name, value in profiled.numbers().items() if value != ""},
         )
         return Inspected(facts=facts, tables={**profiled.tables, **tables})
@@ -128,10 +128,10 @@ class Inspection:
 
 
 class OtherProfilers:
-    """Notices when the script starts a profiler of its own: torch has one in a process, and a second one would be an error in it.
+    """Notices when the script starts its own profiler: torch allows one per process, and a second would be an error in the script.
 
-    `seen`: whether it did. `on_seen`: called just before its first. One that is prepared and not started yet, as a schedule's
-    warm-up, counts too; torch itself would not tell.
+    `seen`: whether the script started one. `on_seen`: called just before the first. A profiler that is prepared but not started
+    yet, as in a schedule's warm-up, counts too; torch itself would not tell.
     """
 
     def __init__(self, on_seen: Callable[[], None]) -> None:

@@ -1,11 +1,11 @@
-"""Times the other way of a pattern, alone: `seconds_instead(patterns)` is pattern -> seconds a step.
+"""Times the op that could replace a pattern, by itself: `seconds_instead(patterns)` is pattern -> seconds a step.
 
 On a CPU what a fused op takes depends on its caches and on torch's build more than on bytes and FLOPs, so the op is run on random
 tensors of the step's shapes and dtype, with as many threads as the script has: the median of five. Larger tensors are left to the
 formula of the pattern, and so is everything on a GPU, where no memory may be left beside the model. AdamW's tensors are pushed out
 of the caches first, because forward and backward lie between two updates; attention's are not, because they were just computed.
 
-It runs between two steps of somebody's script: neither hooks of optimizers nor modes nor random numbers of the script see it.
+It runs between two steps of a user's script, whose optimizer hooks, modes and random numbers it does not affect.
 """
 
 import math
@@ -22,21 +22,21 @@ from trainstep.traces.patterns.table import Patterns
 
 _RUNS = 5
 _LONGEST_S = 0.2
-"""After this time no third run begins: the script waits meanwhile."""
+"""After this many seconds no third or later run begins, because the script waits meanwhile."""
 _MOST_ELEMENTS = 2**23
-"""Of all tensors of an op: 32 MiB in fp32, of which AdamW needs four times as much."""
+"""The most elements of all tensors of an op: 32 MiB in fp32, of which AdamW needs four times as much."""
 _CACHE_ELEMENTS = 2**23
 _DTYPES = {"float": torch.float32, "c10::BFloat16": torch.bfloat16, "c10::Half": torch.float16, "double": torch.float64}
-"""As traces write them."""
+"""Name of a dtype in traces -> dtype."""
 
 
 def seconds_instead(found: Patterns) -> dict[str, float]:
-    """Pattern -> what its other way takes in a step; without those of which something cannot be timed or is too large."""
+    """Pattern -> seconds a step of the ops that could replace it, unless one of them is too large or cannot be timed."""
     timed: dict[str, float] = {}
     for pattern in found.patterns:
-        if pattern.instead and all(_is_small(one) and one.dtype in _DTYPES for one in pattern.instead):
+        if pattern.instead and all(_is_small(op) and op.dtype in _DTYPES for op in pattern.instead):
             try:
-                timed[pattern.name] = sum(_seconds(one) for one in pattern.instead) / found.steps
+                timed[pattern.name] = sum(_seconds(op) for op in pattern.instead) / found.steps
             except Exception:  # noqa: BLE001  (whatever torch refuses here, the formula holds)
                 continue
     return timed

@@ -54,7 +54,7 @@ class LiveLine:
                 setattr(sys, name, given)
 
     def show(self, step: int, times: Sequence[StepTimes]) -> None:
-        """Steps have ended."""
+        """Redraw the line after steps that have ended, at most every so often."""
         self._recent.extend(times)
         now_s = time.monotonic()
         if now_s < self._next_s or not self.at_line_start or self._stream is None:

@@ -38,7 +38,7 @@ class PhaseClock:
         self._last: Part | None = None
         """The part that ended before the present gap."""
         self._last_ns = 0
-        """How long the last entry of `_last` took: a batch that turns out to be for an evaluation goes there."""
+        """How long the last stretch of `_last` took: an evaluation that follows a batch is given the time of that batch."""
         self._spent_ns = _NOTHING.copy()
 
     @property
@@ -51,7 +51,7 @@ class PhaseClock:
         return part in self._open
 
     def enter(self, part: Part) -> None:
-        """A part begins."""
+        """Begin a part."""
         now_ns = self._now_ns()
         passed_ns = now_ns - self._since_ns
         if self._open:
@@ -69,7 +69,7 @@ class PhaseClock:
             self._on_change(part)
 
     def leave(self, part: Part) -> None:
-        """A part ends, and with it all parts inside, which an exception may have left open. Nothing happens if it is not open."""
+        """End a part, and all parts inside it, which an exception may have left open. Nothing happens if the part is not open."""
         if part not in self._open:
             return
         now_ns = self._now_ns()

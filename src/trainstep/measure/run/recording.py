@@ -61,7 +61,7 @@ def ended_by(error: BaseException) -> Ending:
 
 
 class Recording:
-    """The records of one run. `first_step`: of the next record."""
+    """The records of one run. `first_step`: the first step of the next record."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Recording:
         command: str | None,
         facts: Mapping[str, Fact] = MappingProxyType({}),
     ) -> None:
-        """`facts`: of every record."""
+        """`facts`: added to every record."""
         self.identity = identity
         self.store = store
         self.written = 0
@@ -82,13 +82,13 @@ class Recording:
         self._start_record()
 
     def add(self, times: StepTimes, *, warmup: bool) -> None:
-        """A step has ended."""
+        """Add the times of a step that has ended."""
         (self._warmups if warmup else self._steps).append(times)
 
     def write(
         self, facts: Mapping[str, Fact], tables: Mapping[str, Mapping[str, Sequence[Any]]], *, next_step: int
     ) -> Sequence[StepTimes]:
-        """Write the steps since the last record, which are returned. ValueError if it cannot be written: they are lost."""
+        """Write and return the steps since the last record. ValueError if the record cannot be written: the steps are lost."""
         steps, warmups = self._steps, self._warmups
         config = dataclasses.replace(self.identity, first_step=self._first_step)
         plain = to_plain(config)

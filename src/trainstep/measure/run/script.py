@@ -1,4 +1,4 @@
-"""Runs somebody's script in this process as Python itself would: `run_script(find_script(["train.py", "--lr", "1"]))`.
+"""Runs a user's script in this process as Python itself would: `run_script(find_script(["train.py", "--lr", "1"]))`.
 
 The script is `__main__`, with its own sys.argv and sys.path, so that `if __name__ == "__main__"`, pickled classes and processes
 that start by spawn (which import `__main__` anew, without us) work as ever. What it raises is shown as Python shows it, without
@@ -32,12 +32,12 @@ class Script:
     """A script that was found: a file, or a module that `-m` names."""
 
     name: str
-    """As the user wrote it: `train.py` or `-m package.train`."""
+    """The script as the user wrote it: `train.py` or `-m package.train`."""
     arguments: tuple[str, ...]
     file: str
     code: types.CodeType
     spec: importlib.machinery.ModuleSpec | None
-    """Of a module; spawned processes import it by this name."""
+    """The spec of a module, by whose name spawned processes import it; None for a file."""
     search: str
     """The folder that Python puts first on the import path."""
     source: str = ""

@@ -1,7 +1,7 @@
 """Sends the times of a watched run to experiment trackers, each an extra: TensorBoard, trackio.
 
-A tracker is called after each record, so that it gets the steps of some seconds at a time: for each, milliseconds of the step and
-of its parts, under the step's number.
+A tracker is called after each record, so it gets the steps of some seconds at a time. For each step it gets the milliseconds of the
+step and of its parts, under the step's number.
 """
 
 import time

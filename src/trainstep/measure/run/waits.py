@@ -1,4 +1,4 @@
-"""Finds the lines of a script at which the host waits for the device, while one step is inspected: `with`out any mode of torch.
+"""Finds the lines of a script at which the host waits for the device, while one step is inspected, without any mode of torch.
 
     waits = Waits(on_gpu=True)
     waits.start(); ...; waits.stop()

@@ -9,8 +9,8 @@ Outside of inspected steps a step costs the hooks (hooks.py) and `_end_step`, le
 never reaches the script: the watch then ends itself, and `trouble` says why.
 
 [Note: how often] An inspected step is slower, and reading its trace takes the script's time, from tenths of a second to seconds.
-The next one is therefore due when all of that is one per cent of the time since. Records are written every ten seconds, later
-after every 2 % of the run, so that a run of a day has some hundreds.
+The next inspection is therefore due when the time taken is one per cent of the time since. Records are written every ten seconds,
+later after every 2 % of the run, so that a run of a day has some hundreds.
 """
 
 import gc
@@ -41,7 +41,7 @@ from trainstep.records.facts import Fact, facts_of
 from trainstep.traces.verdict import Unprofiled
 
 if TYPE_CHECKING:
-    from trainstep.measure.run.changed.steering import Steering  # with kernels that it may apply; few runs need them
+    from trainstep.measure.run.changed.steering import Steering  # imports kernels that few runs need
 
 _FIRST_INSPECTED = WARMUPS + 2
 _SHARE = 0.01
@@ -58,7 +58,7 @@ Listener = Callable[[int, Sequence[StepTimes]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Which steps are inspected. `every`: each such step; 0: none; None: as many as take one per cent of the time."""
+    """Which steps are inspected. `every`: one step in so many; 0: none; None: as many as take one per cent of the time."""
 
     every: int | None = None
 
@@ -85,7 +85,7 @@ class Watch:
         self.recording = recording
         self._schedule = schedule
         self._given = tuple(modules)
-        # A wrapper (accelerate's) is no optimizer that steps; the one inside is
+        # A wrapper (accelerate's) does not step itself; the optimizer inside it does
         self._only = {id(inner) for given in optimizers for inner in (given, getattr(given, "optimizer", None))} or None
         self._on_record, self._on_step, self._steering = on_record, on_step, steering
         self._clock = PhaseClock(on_change=self._part_begins)
@@ -98,7 +98,7 @@ class Watch:
         self._optimizers: dict[int, Any] = {}
         """id -> weak reference, of each optimizer seen."""
         self._searches, self._pid = 0, os.getpid()
-        self._retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # before this watch, later in its records
+        self._retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # until the watch or its last record
         self._followed: Sequence[torch.nn.Module] = ()
         self._called_before = (0, 0)
         """(forwards, backwards) when `_followed` was chosen."""
@@ -178,7 +178,7 @@ class Watch:
     def _count_update(self, optimizer: Any) -> None:
         if self._only is not None and id(optimizer) not in self._only:
             return
-        if self._device is not None and is_capturing():  # it is written down, not done
+        if self._device is not None and is_capturing():  # the update is captured, not executed
             return
         if self._closing.closes(id(optimizer)):
             self._end_step(optimizer)
@@ -239,7 +239,7 @@ class Watch:
             self._inspect()
         if self._steering is not None:
             self._steering.step_ended(self.steps, self._hooks, self._trained, self._write)
-        self._collected_ns = 0  # what was collected since the step's end is the watch's
+        self._collected_ns = 0  # garbage collected since the step's end was the watch's
         self._clock.restart()
 
     def _keep(self, times: StepTimes) -> None:
@@ -260,7 +260,7 @@ class Watch:
             self.recording.add(replace(times, device_s=device_s), warmup=warmup)
 
     def _first_update(self, optimizer: Any) -> None:
-        """An optimizer that was not seen before: find the modules of its parameters, and the device."""
+        """Note an optimizer that was not seen before, and find the device and the modules of its parameters."""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         device = next((parameter.device.type for parameter in _parameters([optimizer])), "cpu")
         if device == "cuda" and self._device is None and not self._unfinished:
@@ -277,7 +277,7 @@ class Watch:
         self._called_before = (self._hooks.forwards, self._hooks.backwards)
 
     def _look_inside(self) -> None:
-        """If backward ran and none of the followed modules did, nobody calls these: follow the modules in them."""
+        """Follow the modules inside the followed ones if backward ran and none of the followed did: nobody calls those."""
         forwards, backwards = self._called_before
         if self._hooks.forwards > forwards:
             self._searches = _SEARCHES if self._given else self._searches
@@ -316,12 +316,12 @@ class Watch:
         if self._device is not None:
             self._device.drop_step()
         usual_s = statistics.median(self._recent) if self._recent else None
-        found = inspection.finish(Unprofiled(step_s=usual_s))
+        inspected = inspection.finish(Unprofiled(step_s=usual_s))
         del inspection
         if gc.isenabled():  # else the script's next steps would collect what reading a trace has left
             gc.collect()
-        if found is not None:
-            self._write(found.facts, found.tables)
+        if inspected is not None:
+            self._write(inspected.facts, inspected.tables)
         now_s = time.monotonic()
         self._watching_s += now_s - started_s
         self._inspect_at_s = now_s + (now_s - started_s + self._watching_s) / _SHARE

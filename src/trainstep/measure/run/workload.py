@@ -1,4 +1,4 @@
-"""The workload `run`: records of somebody's own script. The script makes them while it runs, so that no cell can be measured."""
+"""The workload `run`: records of a user's script. The script makes them while it runs, so no cell can be measured."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -20,7 +20,7 @@ from trainstep.training.precision import precision_named
 def last_micro_batch(
     assembly: Assembly, batch: Batch, begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None
 ) -> None:
-    """Run forward and backward, which find gradients and a loss if the step has several micro-batches, and send the messages.
+    """Run forward and backward, with earlier gradients and a loss there if the step has several micro-batches, and its messages.
 
     `begin` is called before, `end` when the optimizer could update.
     """
@@ -45,14 +45,14 @@ def _forward_backward(assembly: Assembly, batch: Batch) -> Tensor:
 
 
 def clear_gradients(assembly: Assembly) -> None:
-    """Also those of shards, which are the optimizer's alone."""
+    """Clear all gradients, also those of shards, which only the optimizer has."""
     if assembly.step.optimizer is not None:
         assembly.step.optimizer.zero_grad(set_to_none=True)
     assembly.step.clear_gradients()
 
 
 def live_bytes_of(assembly: Assembly) -> AbstractContextManager[LiveBytes]:
-    """Count inside what passes of this step make, with the parameters that its strategy gathers and frees."""
+    """Count, inside the block, what passes of this step allocate, with the parameters that its strategy gathers and frees."""
     return live_bytes(assembly.device, _kept_by_strategy(assembly).parameters)
 
 
@@ -76,7 +76,7 @@ def base_bytes(assembly: Assembly) -> int:
 
 
 def update_bytes(assembly: Assembly) -> int:
-    """Temporary tensors of the update: roots of all second moments or of one; fp32 gradients for masters that are not ours."""
+    """Bytes of the update's own tensors: roots of all second moments or of one; fp32 gradients for masters that are not ours."""
     optimizer, adamw = assembly.step.optimizer, assembly.run.adamw
     if optimizer is None:
         return 0

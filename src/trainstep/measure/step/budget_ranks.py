@@ -20,12 +20,12 @@ def check_kinds(ranks: Ranks, kinds: Sequence[int], blocks: int) -> None:
     `kinds`: for each block that this rank's forward ran, the number of its kind. Each kind is measured on all ranks together.
     """
     of_ranks: list[list[int]] = [json.loads(text) for text in Collectives(ranks).gather_texts(json.dumps(list(kinds)))]
-    wrong = next((len(found) for found in of_ranks if len(found) != blocks), None)
+    wrong = next((len(of_rank) for of_rank in of_ranks if len(of_rank) != blocks), None)
     if wrong is not None:
         raise ValueError(
             f"recompute_budget_gib: a forward runs {wrong} blocks and the model has {blocks}; use recompute"
         )
-    if any(found != of_ranks[0] for found in of_ranks):
+    if any(of_rank != of_ranks[0] for of_rank in of_ranks):
         raise ValueError(
             "recompute_budget_gib: blocks that are alike on one rank differ on another, by their inputs or parameters, so ranks "
             "cannot be measured together; use recompute"

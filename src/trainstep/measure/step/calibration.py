@@ -33,7 +33,7 @@ from trainstep.training.precision import float32_matmuls
 _HEATED_S = 3.0
 _HEATED_N = 8192
 _LEAST_S = 20e-3
-"""A CPU's short calls are repeated until they take this long, so that what else runs slows them as it slows a step."""
+"""A CPU's short calls are repeated until they take this long, so that other processes slow them as they slow a step."""
 _MOST_REPEATS = 10_000
 _FIRST_CALLS = 3
 _LONG_S = 0.2

@@ -24,7 +24,7 @@ _CONTEXT, _TINY_CONTEXT = 64, 8
 _GRAPHED = 500
 _TENSORS = 200
 _SLOWER, _FASTER = 2.0, 1.5
-"""A busy moment, and a quiet one, against what was measured: plain steps that the host limits took 0.73 to 0.91 of it on the same
+"""Factors for a busy and for a quiet moment over the measured time: host-bound plain steps took 0.73 to 0.91 of it on the same
 machine minutes later (results/h200/predicted.jsonl, predicted_again.jsonl)."""
 
 

@@ -201,7 +201,7 @@ def attention_points(device: torch.device, seed: int) -> Iterator[Point]:
 
 
 def _stored(name: str, dtype: str) -> str:
-    """A CPU's own choice under the name that plan looks for."""
+    """The name under which plan looks for a CPU's own choice."""
     return {"fp32": "sdpa_efficient", "bf16": "sdpa_flash"}[dtype] if name == "sdpa" else name
 
 

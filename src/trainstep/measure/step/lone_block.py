@@ -23,7 +23,7 @@ from trainstep.training.recompute import RecomputedForward
 _ROUNDS = {"cpu": 5, "cuda": 12}
 """Timed rounds over the modes of a kind of block, after one that is not timed. By 5 a GPU's times still differ by a fifth."""
 _LEAD_CYCLES = 50_000_000
-"""For so long the GPU waits while the host launches a block whose device time is wanted: about 30 ms."""
+"""Cycles that the GPU waits while the host launches a block whose device time is measured: about 30 ms."""
 
 
 @dataclass(kw_only=True)
@@ -47,12 +47,12 @@ def note_block(block: torch.nn.Module, inputs: Any, named: Any, kinds: set[Any])
 
 def block_cost(assembly: Assembly, forward: RecomputedForward, note: BlockNote) -> BlockCost:
     """The bytes and times of a block, run alone in each mode."""
-    kept, held, times = {}, {}, {mode: list[float]() for mode in MODES}
+    kept, backward_bytes, times = {}, {}, {mode: list[float]() for mode in MODES}
     run = _LoneBlock(assembly, forward, note)
     for mode in MODES:
         forward.mode = mode
         run.take()  # compiles, and counts what is kept
-        kept[mode], held[mode] = run.sizes()
+        kept[mode], backward_bytes[mode] = run.sizes()
     rounds = _ROUNDS[assembly.device.type]
     for number in range(1 + rounds):
         for mode in MODES:
@@ -62,12 +62,12 @@ def block_cost(assembly: Assembly, forward: RecomputedForward, note: BlockNote) 
                 times[mode].append(seconds)
     forward.mode = "block"
     forward_s = min(run.timed(run.forward_alone) for _ in range(rounds))
-    least = {mode: min(values) for mode, values in times.items()}  # what else the machine does only adds
+    least = {mode: min(values) for mode, values in times.items()}  # other work of the machine only adds time
     accumulates = assembly.run.accumulation > 1
     gradients = 0 if accumulates else sum(x.nbytes for x in run.parameters)
     return BlockCost(
         kept_bytes=kept,
-        backward_bytes=held,
+        backward_bytes=backward_bytes,
         added_s={mode: max(0.0, seconds - least["none"]) for mode, seconds in least.items()},
         forward_s=forward_s,
         gradients_bytes=gradients,
@@ -86,7 +86,7 @@ class _LoneBlock:
         self._gradients: list[Tensor] = []
 
     def _edges(self) -> list[Any]:
-        """Run the forward. Its outputs as autograd's edges: an output lives on only if the block keeps it, and so does an input."""
+        """Run the forward, and return its outputs as autograd's edges: inputs and outputs live on only if the block keeps them."""
         copies = [x.clone() if isinstance(x, Tensor) and x.requires_grad else x for x in self._leaves]
         inputs, named = tree_unflatten(copies, self._structure)
         with autocast_of(self._assembly):
@@ -103,7 +103,7 @@ class _LoneBlock:
             self._forward.run(*inputs, **named)
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes that forward leaves, and most that are held until backward is over."""
+        """Bytes that forward leaves, and the most bytes until backward is over."""
         with live_bytes(self._assembly.device) as live:
             before = live.now()
             edges = self._edges()

@@ -3,16 +3,16 @@
     recomputation = fit_budget(assembly)     # before the first step; sets the modes of assembly.recomputed
     recomputation.facts(), recomputation.tables()
 
-1. The optimizer's state is made, so that it has memory of its own: made after the first step's forward, it would lie between what
-   that left, and the next step's tensors would not find room as large as theirs was.
-2. A forward and backward of the first micro-batch, every block recomputed: the bytes before the blocks, at the head, behind it, and
-   what is left for the optimizer.
-3. Each kind of block alone (blocks with equal parameters and inputs are one kind), in each mode: the bytes that it keeps, the most
-   that its backward holds, and the time of both passes, in rounds over the modes.
+1. The optimizer's state is made first, so that it has memory of its own. Made after the first step's forward, it would lie between
+   what the forward left, and the next step's tensors would not find room as large as before.
+2. A forward and backward of the first micro-batch, with every block recomputed, gives the bytes before the blocks, at the head and
+   behind it, and what is left for the optimizer.
+3. Each kind of block runs alone (blocks with equal parameters and inputs are one kind), in each mode. This gives the bytes that it
+   keeps, the most that its backward holds, and the time of both passes, in rounds over the modes.
 4. plan/recomputation.py chooses.
-5. Two passes with the choice, the second with what the first left in the allocator; where the step is captured, one more in a pool
-   of memory of its own, as a graph has. What they held more or less than predicted, the next choice may hold less or more. On a GPU
-   a choice that reserved more also fits if the same passes end that may not reserve more.
+5. Two passes run with the choice, the second with what the first left in the allocator; where the step is captured, one more in a
+   pool of memory of its own, as a graph has. If they held more or less than predicted, the next choice may hold that much less or
+   more. On a GPU a choice that reserved more than the budget also fits if the same passes end with the allocator limited to it.
 
 On several ranks every pass sends the messages of a step, so what a strategy gathers and sends is among the bytes. All ranks choose
 the same, from the largest bytes and the longest times of any (budget_ranks.py). A rank that runs out of memory within such a pass
@@ -62,7 +62,7 @@ from trainstep.training.optimizer import make_state
 from trainstep.training.recompute import RecomputedForward
 
 _TRIES = 4
-"""Times that a choice is made, each with less than the one before has exceeded the budget by."""
+"""How often a choice is made, each time with the limit corrected by how far the choice before was off its prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +142,10 @@ def fit_budget(assembly: Assembly) -> Recomputation:
 
 
 def _verified(assembly: Assembly, batch: Batch, step: StepCost, budget_bytes: int) -> tuple[Choice, int]:
-    """Choose, and run a step with the choice. What it held more or less than predicted, the next choice may hold less or more.
+    """Choose, and run passes with the choice. If it held more or less than predicted, the next choice may hold less or more.
 
-    The fastest choice that held at most the budget, and what it held. Raises BudgetTooSmall if none did. Of
-    several ranks the one that held most counts.
+    Returns the fastest choice that held at most the budget, and what it held. Raises BudgetTooSmall if none did. Of several ranks
+    the one that held most counts.
     """
     ranks, tried = assembly.ranks, dict[Choice, int]()
     most_bytes = budget_bytes
@@ -164,7 +164,7 @@ def _verified(assembly: Assembly, batch: Batch, step: StepCost, budget_bytes: in
             tried[choice] = max(within_bytes, step.optimizer_bytes)
             if tried[choice] <= budget_bytes:  # what recomputes more would only be slower
                 break
-    fitting = [choice for choice, held in tried.items() if held <= budget_bytes]
+    fitting = [choice for choice, peak_bytes in tried.items() if peak_bytes <= budget_bytes]
     if not fitting:
         least = min(tried, key=lambda choice: tried[choice])
         raise BudgetTooSmall(budget_bytes, replace(least, peak_bytes=tried[least]))
@@ -192,14 +192,14 @@ def set_choice(blocks: Sequence[RecomputedForward], choice: Choice) -> None:
 
 @dataclass(kw_only=True)
 class _Moments:
-    """Bytes at moments of a pass with every block recomputed. Gradients of earlier micro-batches are there, if a step has some."""
+    """Bytes at moments of a pass with every block recomputed, with the gradients of earlier micro-batches if a step has some."""
 
     before_blocks: int = 0
-    """Without the first block's input, which is among what that block keeps."""
+    """Without the first block's input, which counts as kept by that block."""
     head_peak: int = 0
     after_head: int = 0
     backward_peak: int = 0
-    """Behind the head, to the end of gradient synchronisation."""
+    """The peak from behind the head to the end of gradient synchronisation."""
     after_backward: int = 0
     """With the gradients that the optimizer will read."""
     notes: list[BlockNote] = field(default_factory=list)
@@ -249,7 +249,7 @@ def _cost_of(assembly: Assembly, forward: RecomputedForward, note: BlockNote) ->
         return block_cost(assembly, forward, note)
     with sync.gathered(forward.block):
         cost = block_cost(assembly, forward, note)
-    if sync.held_tensors().buckets:  # which are there already
+    if sync.held_tensors().buckets:  # the buckets are there already
         return replace(cost, gradients_bytes=0)
     parts = 1 if isinstance(sync, ReplicatedGradients) else sync.groups.shards.ranks.world_size
     return replace(cost, gradients_bytes=-(-cost.gradients_bytes // parts))
@@ -281,18 +281,18 @@ def _step_cost(assembly: Assembly, moments: _Moments, blocks: Sequence[BlockCost
 
 
 def _peak_bytes(assembly: Assembly, batch: Batch) -> int:
-    """The most that forward and backward hold; on a GPU what two of them reserve, the second on what the first left."""
+    """The most bytes that forward and backward hold; on a GPU those that two passes reserve, the second on what the first left."""
     if assembly.device.type != "cuda":
         base = base_bytes(assembly)
         with live_bytes_of(assembly) as live:
             last_micro_batch(assembly, batch, live.begin_peak)
             return base + live.peak()
-    found = _reserved_bytes(assembly, batch)
-    return torch.cuda.get_device_properties(assembly.device).total_memory if found is None else found
+    reserved_bytes = _reserved_bytes(assembly, batch)
+    return torch.cuda.get_device_properties(assembly.device).total_memory if reserved_bytes is None else reserved_bytes
 
 
 def _peak_within(assembly: Assembly, batch: Batch, budget_bytes: int) -> int | None:
-    """The same where the GPU may reserve no more, so that it gives fragments back before it would. None if that is too little."""
+    """`_peak_bytes` of a GPU that may reserve no more, so that it gives fragments back first. None if that is too little."""
     if assembly.device.type != "cuda":
         return None
     _reserve_at_most(budget_bytes, assembly.device)
@@ -343,7 +343,7 @@ def _without_effects(assembly: Assembly) -> Iterator[None]:
 
 
 def _on_stream(assembly: Assembly) -> AbstractContextManager[None]:
-    """Where the steps will run: a captured one on its graph's stream, for which cuBLAS makes another workspace."""
+    """Run inside where the steps will run: a captured step on its graph's stream, for which cuBLAS makes another workspace."""
     if assembly.captured is None or assembly.device.type != "cuda":
         return nullcontext()
     return assembly.captured.on_stream()

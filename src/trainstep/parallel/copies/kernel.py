@@ -10,7 +10,7 @@ _PROGRAMS = 64
 
 
 def add_up_on_gpu(own: Tensor, slots: Tensor, into: Tensor, scale: float, also: Tensor | None = None) -> None:
-    """As messages.add_up, on the current stream."""
+    """Do what messages.add_up does, on the current stream."""
     numel = own.numel()
     if numel:
         blocks = triton.cdiv(numel, _BLOCK)

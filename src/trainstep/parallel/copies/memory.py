@@ -95,9 +95,8 @@ class _MappedFiles(PeerMemory):
         descriptor = os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.ftruncate(descriptor, size)
-            if hasattr(
-                os, "posix_fallocate"
-            ):  # without its memory, a later write would end the process; macOS cannot tell
+            # If the system has no memory for the file, a later write would end the process. macOS lacks this check.
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             problem = f"transport: {folder} has no room for an inbox of {bytes_ / 2**20:.0f} MiB ({error.strerror})"
@@ -122,9 +121,9 @@ class _MappedFiles(PeerMemory):
 
     def meet(self, channel: int) -> None:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        for rank in others:  # set mine everywhere, once its owner has taken the last one
+        for rank in others:  # set this rank's signal in every block, once its owner has taken the one before
             self._flip(self._signals[rank], channel * self._world_size + self._rank, 1, rank)
-        for rank in others:  # take theirs, once set
+        for rank in others:  # take the others' signals, once they are set
             self._flip(self._signals[self._rank], channel * self._world_size + rank, 0, rank)
 
     def _flip(self, signals: Any, place: int, value: int, rank: int) -> None:

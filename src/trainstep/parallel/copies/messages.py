@@ -14,8 +14,8 @@ what comes before it. So a box is written again only when every rank is done wit
     copying   meet | copy 0 in | meet | copy 1 in           | meet | copy 0 out, copy 2 in | meet | ...
     beside                            | average 0, into out |      | average 1, into out   |
 
-The next copies are enqueued before the average: of what follows a node, a graph seems to give the first the same stream. That alone
-gained nothing that could be measured (docs/decisions/0036-copies-in-step.md).
+The next copies are enqueued before the average, because a graph seems to give a node's stream to the first node that follows it.
+That alone gained nothing that could be measured (docs/decisions/0036-copies-in-step.md).
 
 There are two boxes of each kind, and chunks alternate: a rank copies chunk 2 in only after a meeting to which all came with chunk 0
 averaged. What a rank does alone runs on a second stream, beside the copies of the next chunk. Each message begins with a meeting,
@@ -56,7 +56,7 @@ _ALIGNMENT_ELEMENTS = 64
 
 
 Fragments = Sequence[tuple[int, Tensor]]
-"""What one rank's part of a chunk holds of tensors: (first element in that part, view of the tensor)."""
+"""The fragments of tensors in one rank's part of a chunk: (first element in that part, view of the tensor)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Sent:
 
 
 class Lane:
-    """Where messages of a kind travel, one after the other. `channel`: that its meetings use.
+    """The way of messages of one kind, which travel one after the other. `channel`: the one that its meetings use.
 
     `inboxes`, `outboxes`: the first byte of each, in every rank's memory.
     """
@@ -106,7 +106,7 @@ class Lane:
         return self._inboxes[number % 2]
 
     def outbox(self, number: int) -> int:
-        """The same of the outboxes."""
+        """The first byte of the outboxes' box for chunk `number`."""
         return self._outboxes[number % 2]
 
     @contextmanager
@@ -138,7 +138,7 @@ class Lane:
         self._has_unjoined_work = False
 
     def meet(self) -> None:
-        """What follows begins when all ranks have come here, with their copies and the work beside."""
+        """Work that is enqueued after this begins when all ranks have come here, with their copies and the work beside."""
         self.join()
         self._memory.meet(self._channel)
 
@@ -276,7 +276,7 @@ class PeerCopies:
 
 
 def _chunks(numel: int, most: int) -> Iterator[slice]:
-    """The places of a part's chunks, of `most` elements."""
+    """The slices of a part's chunks, each of at most `most` elements."""
     for first in range(0, numel, most):
         yield slice(first, min(first + most, numel))
 

@@ -20,7 +20,7 @@ from trainstep.costs.collectives import bus_factor
 from trainstep.plan.fleet.topology import Group, Topology
 
 _TREE_SHARE = 0.92
-"""Of a ring's bandwidth, what a tree reaches (NVIDIA/nccl, src/graph/tuning.cc)."""
+"""The share of a ring's bandwidth that a tree reaches (NVIDIA/nccl, src/graph/tuning.cc)."""
 
 
 def collective_s(topology: Topology, operation: str, nbytes: float, group: Group) -> float:

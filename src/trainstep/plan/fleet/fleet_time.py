@@ -37,10 +37,10 @@ _FACTORS = {
 }
 """For each end of the interval, a message's time relative to the formula's. NVLink: as in plan/time/message_time.py."""
 _SLOWED = {"low_s": 0.05, "time_s": 0.2, "high_s": 0.4}
-"""The speed that computation loses beside a message. Two GPUs of one node lose more (message_time.py's _SLOWED); with 0.45 here too
-the published tables are predicted worse, and their rows of 8 and of more GPUs need one constant to be in order."""
+"""The share of its speed that computation loses beside a message. Two GPUs of one node lose more (message_time.py's _SLOWED). With
+0.45 here too the published tables are predicted worse. Rows of 8 and of more GPUs need the same constant to be in order."""
 _WAITS = {"low_s": 0.5, "time_s": 1.0, "high_s": 2.0}
-"""The wait for the slowest rank, relative to the formula's: a spread is known by half or double."""
+"""The wait for the slowest rank, relative to the formula's: a spread is known only to within a factor of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class FleetTime:
     sent: Sent
     one_node: StepTime | None = None
     in_groups: StepTime | None = None
-    """The same step if averages went across groups of a node's ranks (`shard_ranks`), where it has no groups and could have."""
+    """The same step with `shard_ranks` set to a node's ranks; None where it has groups already, or cannot have them."""
 
     @property
     def efficiency(self) -> float:
-        """Tokens a second of a GPU over those on one node."""
+        """Tokens per second of a GPU, divided by those of a GPU on one node."""
         return 1.0 if self.one_node is None else self.one_node.step.time_s / self.time.step.time_s
 
 
@@ -68,7 +68,7 @@ def fleet_time(
     reduces_each: bool = False,
     kernels_of: KernelsOf = step_kernels,
 ) -> FleetTime:
-    """The time of this step on this topology, which has its ranks.
+    """The time of this step on this topology, which has as many ranks as the step.
 
     `reduces_each`: gradients are sent in each micro-batch, as FSDP without no_sync does. `kernels_of`: as of step_time. ValueError
     for what has no formulas.
@@ -108,7 +108,7 @@ def planned_fleet(
 
 
 def _in_groups(config: PlanConfig, topology: Topology) -> RanksConfig | None:
-    """The step with a group on each node; None if it has groups, may have none, or they would be of one rank."""
+    """The step with a group on each node; None if it has groups, cannot have any, or needs none: one node, or one GPU a node."""
     sync, of_node = config.sync, topology.gpus_per_node
     able = sync.strategy.communicates and "shard_ranks" in sync.strategy.options and not sync.in_place
     if topology.nodes == 1 or of_node == 1 or sync.shard_ranks is not None or not able:
@@ -141,13 +141,13 @@ class _Messages:
         if config.ranks == 1 or not config.sync.strategy.communicates:
             return Exposed()
         if config.sync.transport == "copies" and self._topology.nodes > 1:
-            raise ValueError("transport: copies go between ranks of one node alone; take library")
+            raise ValueError("transport: copies work only between ranks of one node; take library")
         exchange = exchange_of(config)
         if exchange is None:
             name, ours = config.sync.name, config.sync.strategy.counterpart
             raise ValueError(f"sync: when {name} of torch sends is not known; take {ours}, ours of its kind")
         parameters = transformer_parameters(model_of(config.run), config.run.precision, config.run.ops)
-        found = {}
+        added = {}
         for end in ENDS:
             schedule = Schedule(
                 exchange,
@@ -159,10 +159,10 @@ class _Messages:
             )
             busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
             update_s = getattr(update or NOTHING, end)
-            found[end] = schedule.added(busy_s, update_s=update_s, slowed=_SLOWED[end])
+            added[end] = schedule.added(busy_s, update_s=update_s, slowed=_SLOWED[end])
             if end == "time_s":
                 self.sent = schedule.sent
-        return self._with_waiting(config, device, found)
+        return self._with_waiting(config, device, added)
 
     def _seconds(self, config: RanksConfig, end: str) -> Callable[[str, Level, float], float]:
         def seconds(operation: str, level: Level, nbytes: float) -> float:
@@ -181,7 +181,7 @@ class _Messages:
     def _with_waiting(
         self, config: RanksConfig, device: Mapping[str, Interval], found: Mapping[str, Mapping[str, float]]
     ) -> Exposed:
-        """Messages' and the slowest rank's part; ranks meet in backward, where gradients are averaged."""
+        """What messages and the wait for the slowest rank add; ranks meet in backward, where gradients are averaged."""
         share = waiting_share(config.ranks, self._topology.spread)
         waiting = {end: _WAITS[end] * share * sum(busy.time_s for busy in device.values()) for end in ENDS}
         meeting = Phase.BACKWARD if Phase.BACKWARD in device else Phase.FORWARD

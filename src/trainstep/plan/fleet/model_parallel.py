@@ -40,7 +40,7 @@ from trainstep.plan.time.step_kernels import StepKernels, step_kernels
 from trainstep.plan.time.step_time import step_time
 
 _WIDE = ("rotary", "attention projections", "attention values")
-"""Ops whose traffic is of the heads that a rank has."""
+"""Ops whose traffic covers only the heads that a rank has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class ModelParallelTime:
 
 
 def model_parallel_time(step: ModelParallelStep, topology: Topology, calibration: Calibration) -> ModelParallelTime:
-    """The step's time. ValueError where degrees do not divide what they divide."""
+    """The step's time. ValueError where degrees do not divide the GPUs, layers, heads or batch."""
     _check(step)
     stage = _slowest_stage(step, calibration)
     compute_s, update_s = stage.forward_s + stage.backward_s, stage.update_s
@@ -192,7 +192,7 @@ def _one_side_divided(shape: str) -> str:
 
 
 def _replicas(step: ModelParallelStep, topology: Topology) -> Group:
-    """The ranks that have the same parameters: t p ranks apart, on a node if they are there, else on as many nodes."""
+    """The ranks that have the same parameters. They are t p ranks apart, so a node has one or several of them."""
     per_node = min(step.data, max(1, topology.gpus_per_node // (step.tensor * step.pipeline)))
     return Group(ranks=step.data, per_node=per_node, at_once=topology.gpus_per_node // per_node)
 

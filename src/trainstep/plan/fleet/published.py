@@ -5,7 +5,7 @@
     grade.factor, grade.median, grade.worst, grade.tau
 
 A file says where its figures are from (repository, file, commit), on what they were measured, and what is unknown. A row has the
-options of a step of trainstep, which are those of the run that was measured as near as they come, and the tokens a second of a GPU.
+options of the step of trainstep that is nearest to the measured run, and the tokens per second of a GPU.
 
 One factor a table is fitted, on its smallest row: that with the fewest GPUs, then parameters, then tokens in a sequence. It holds
 what other software and another machine cost. All other rows are predicted: time x factor.
@@ -59,7 +59,7 @@ class Row:
     gpus: int
     options: Mapping[str, Any]
     tokens_per_s: float
-    """Of a GPU."""
+    """Tokens per second of one GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class TableGrade:
 
     @property
     def utilisation_tau(self) -> float:
-        """Kendall's tau of model FLOPs a second, which is harder: most of tokens' order is the models' size."""
+        """Kendall's tau of model FLOPs per second. It is harder to reach: tokens per second mostly follow the models' sizes."""
         return kendall_tau(
             [(graded.flops * graded.row.tokens_per_s, graded.flops * graded.predicted) for graded in self.rows]
         )
@@ -206,7 +206,7 @@ def grade_table(table: PublishedTable) -> TableGrade:
 
 
 def _calibration(machine: Mapping[str, Any]) -> Calibration:
-    """The GPU's, or H200's efficiency at the rates that the table states of its own."""
+    """The GPU's calibration; if the table states other rates for it, H200's efficiency at these rates."""
     spec = gpu_named(machine["gpu"])
     changes: dict[str, Any] = {}
     if "memory_tb_s" in machine:

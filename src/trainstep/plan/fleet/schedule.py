@@ -102,7 +102,7 @@ class Schedule:
         return self._exposed(device, simulate(self._tasks, slowed=slowed))
 
     def _exposed(self, device: Mapping[str, float], ran: Sequence[Ran]) -> dict[str, float]:
-        """What each phase takes longer than it computes; a phase of several micro-batches has the sum of its parts."""
+        """How much longer each phase takes than it computes; a phase of several micro-batches has the sum of its parts."""
         added = {phase: -time_s for phase, time_s in device.items()}
         before_s = 0.0
         for phase, tasks in groupby(zip(self._phases, ran, strict=True), key=lambda pair: pair[0]):
@@ -156,7 +156,7 @@ class Schedule:
         return units_sent(self._exchange, self._parameters) if in_units & set(self._kinds) else []
 
     def _head_share(self) -> float:
-        """The head's share of a pass's computation: half of what is outside the blocks, over what multiplies."""
+        """The head's share of a pass, by parameters: half of those outside the blocks, over all but the other half."""
         outside = sum(parameter.numel for parameter in self._parameters if parameter.unit == ROOT) / 2
         return outside / (sum(parameter.numel for parameter in self._parameters) - outside)
 

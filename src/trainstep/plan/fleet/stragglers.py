@@ -17,5 +17,5 @@ def slowest(ranks: int) -> float:
 
 
 def waiting_share(ranks: int, spread: float) -> float:
-    """What a step takes longer than the mean rank's work, as a share of it."""
+    """How much longer a step takes than the mean rank's work, as a share of that work."""
     return spread * slowest(ranks)

@@ -33,7 +33,7 @@ class Ran:
 
 
 def simulate(tasks: Sequence[Task], *, slowed: float = 0.0) -> list[Ran]:
-    """When each task runs. `slowed`: of its speed, what computation loses beside a message. ValueError for a circle."""
+    """When each task runs. `slowed`: share of speed that computation loses beside a message. ValueError for a circular wait."""
     queues: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         queues.setdefault(task.stream, []).append(number)

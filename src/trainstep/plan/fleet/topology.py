@@ -23,13 +23,13 @@ _NETWORKS = {
     "A100 SXM 80 GB": (25.0, "DGX A100: 200 Gb/s a GPU"),
     "A100 SXM 40 GB": (25.0, "DGX A100: 200 Gb/s a GPU"),
 }
-"""GB/s of a network card, one for each GPU, in the maker's own servers (their data sheets). Others have what their owner bought."""
+"""GB/s of a network card, one for each GPU, in the maker's own servers (their data sheets). Other servers differ."""
 _NETWORK_SHARE = 0.85
-"""Of a network card's bandwidth, what collectives reach; assumed."""
+"""The share of a network card's bandwidth that collectives reach; assumed."""
 _NVLINK_SHARE = 0.7
-"""The same of NVLink, where a calibration has no messages."""
+"""The share of NVLink's bandwidth that collectives reach, where a calibration has no messages."""
 _START_S = 20e-6
-"""Before a message begins, where a calibration has no messages."""
+"""Seconds before a message begins, where a calibration has no messages."""
 _HOPS_OF_LEAST = 3
 """Hops in the calibration's shortest message, which is among four ranks."""
 
@@ -44,7 +44,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks that share a message. `per_node`: how many of them are on a node. `at_once`: such groups that share a node's rails."""
+    """Ranks that share a message. `per_node`: how many of them are on a node. `at_once`: groups that share a node's rails."""
 
     ranks: int
     per_node: int
@@ -57,7 +57,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """`start_s`: before a message begins. `spread`: relative standard deviation of ranks' speeds (stragglers.py)."""
+    """`start_s`: seconds before a message begins. `spread`: relative standard deviation of ranks' speeds (stragglers.py)."""
 
     nodes: int
     gpus_per_node: int

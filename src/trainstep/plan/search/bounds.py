@@ -3,11 +3,11 @@
     bounds = Bounds(calibration)
     bounds.time_s(config), bounds.bytes(config)
 
-Time: the device's kernels, without messages and without the host. Each is computed once for a rank's passes without recomputation
-and with each mode in every block; a step that recomputes every k-th block, or has some narrow ones, is between two of these, in
+Time: the device's kernels, without messages and without the host. A rank's passes are computed once without recomputation, and once
+with each mode in every block; a step that recomputes every k-th block, or has some narrow ones, is between two of these, in
 proportion to its blocks.
-Memory: what peak_memory.py holds when forward ends with what forward keeps, or without it at its fullest moment; neither temporary
-tensors nor what the allocator rounds up.
+Memory: the larger of two sums of peak_memory.py, the end of forward with what forward keeps, and the fullest moment without it.
+Temporary tensors are left out, and so is what the allocator rounds up.
 """
 
 from collections.abc import Hashable, Sequence
@@ -88,7 +88,7 @@ class Bounds:
         return least
 
     def kept_bytes(self, run: RunConfig) -> int:
-        """What forward keeps for backward: as much more for each further group of blocks as for the second."""
+        """What forward keeps for backward: each further group of blocks adds as many bytes as the second one."""
         key = ("kept", *_compute_of(run, run.recompute), run.recompute_every, run.narrow_blocks)
         if key not in self._known and run.narrow_blocks:
             self._known[key] = sum(kept_bytes(run).values())
@@ -107,8 +107,8 @@ class Bounds:
         key = "parameters", run.precision, run.ops
         if key not in self._known:
             self._known[key] = transformer_parameters(model_of(run), run.precision, run.ops)
-        found: Sequence[ParameterSize] = self._known[key]
-        return found
+        cached: Sequence[ParameterSize] = self._known[key]
+        return cached
 
     def _passes(self, run: RunConfig) -> _Passes:
         key = ("passes", *_compute_of(run, run.recompute), run.recompute_every, run.narrow_blocks)
@@ -119,11 +119,11 @@ class Bounds:
             if run.narrow_blocks:
                 passes = _between(passes, self._passes_of(run, "narrow"), run.narrow_blocks / layers)
             self._known[key] = passes
-        found: _Passes = self._known[key]
-        return found
+        cached: _Passes = self._known[key]
+        return cached
 
     def _passes_of(self, run: RunConfig, mode: str) -> _Passes:
-        """With every block recomputed so."""
+        """The passes with every block recomputed in this mode."""
         key = ("every block", *_compute_of(run, mode))
         if key not in self._known:
             kernels = step_kernels(_every_block(run, mode))
@@ -134,8 +134,8 @@ class Bounds:
                 added_s=self._seconds(kernels.added, kernels),
                 added_launches=sum(kernel.count for kernel in kernels.added),
             )
-        found: _Passes = self._known[key]
-        return found
+        cached: _Passes = self._known[key]
+        return cached
 
     def _update(self, run: RunConfig, share: float) -> tuple[float, int]:
         key = "update", run.precision, run.ops, run.adamw, run.clip_grad_norm, share
@@ -151,7 +151,7 @@ class Bounds:
 
 
 def _between(passes: _Passes, others: _Passes, share: float) -> _Passes:
-    """With this share of the blocks as in the others."""
+    """The passes with this share of the blocks as in `others`."""
     return replace(
         passes,
         time_s=passes.time_s + share * (others.time_s - passes.time_s),

@@ -4,8 +4,8 @@
     apart.time_s, apart.low_s, apart.high_s, apart.terms[0], apart.is_sure
 
 Two steps of one machine share most kernels, and what the prediction has wrong in them it has wrong in both. So the interval of the
-difference is not that of the steps: a kernel's error counts by how much its time differs. So do gaps and the machine's drift. What
-is beside the kernels, messages and the host, is shared as far as both have the same strategy and are captured alike; else both
+difference is not that of the steps: a kernel's error counts by how much its time differs. So do gaps and the machine's drift. The
+errors of messages and of the host are shared only if both steps have the same strategy, and both or neither are captured; else both
 errors count.
 """
 
@@ -17,7 +17,7 @@ from trainstep.plan.time.step_time import DEVIATIONS, GAPS, MACHINE, StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """`time_s`: the second step's time less the first's; `terms`: its parts, the largest in the direction of the whole first."""
+    """`time_s`: the second step's time less the first's; `terms`: its parts, those that contribute most to it first."""
 
     time_s: float
     half_s: float
@@ -47,24 +47,24 @@ def difference(first: StepTime, second: StepTime) -> Difference:
     for key, error_s in _errors(second).items():
         alike[key] = alike.get(key, 0.0) - error_s
     deviation_s = (sum(error_s**2 for error_s in alike.values()) + (MACHINE * time_s) ** 2) ** 0.5
-    ours, theirs = _beside_s(first), _beside_s(second)
+    first_s, second_s = _beside_s(first), _beside_s(second)
     shared = first.config.sync.name == second.config.sync.name and first.is_captured == second.is_captured
-    beside_s = abs(ours - theirs) if shared else (ours**2 + theirs**2) ** 0.5
+    beside_s = abs(first_s - second_s) if shared else (first_s**2 + second_s**2) ** 0.5
     half_s = DEVIATIONS * deviation_s + abs(parts[GAPS]) / 2 + beside_s
     return Difference(time_s=time_s, half_s=half_s, terms=tuple(terms))
 
 
 def _errors(time: StepTime) -> dict[tuple[str, str], float]:
     """The standard error of the kernels of each kind and shape, in seconds."""
-    found: dict[tuple[str, str], float] = {}
+    errors_s: dict[tuple[str, str], float] = {}
     for line in time.lines:
         key = line.kind, line.formula
-        found[key] = found.get(key, 0.0) + line.spread * line.time_s
-    return found
+        errors_s[key] = errors_s.get(key, 0.0) + line.spread * line.time_s
+    return errors_s
 
 
 def _beside_s(time: StepTime) -> float:
-    """Half the interval of what is beside the device's kernels, which errs by itself: messages, the host, a graph's launch."""
+    """Half the interval of messages, the host and a graph's launch, whose errors are independent of the device's kernels."""
     device = time.device.values()
     low_s = time.step.time_s - time.step.low_s, sum(part.time_s - part.low_s for part in device)
     high_s = time.step.high_s - time.step.time_s, sum(part.high_s - part.time_s for part in device)

@@ -1,10 +1,11 @@
 """The largest batch, context or number of layers with which a step fits on a GPU, by formula.
 
-    found = largest_fit(config, "batch_size", gpu_memory_bytes=...)
-    found.surely.value, found.probably.value, found.bound
+    fit = largest_fit(config, "batch_size", gpu_memory_bytes=...)
+    fit.surely.value, fit.probably.value, fit.bound
 
 What a step needs grows with each of these fields, so the value doubles until it does not fit, and the gap is halved. Two values are
-searched: up to which the upper end of the interval fits, and up to which the middle does. A step between both may fit.
+searched: the largest at which the upper end of the interval fits, and the largest at which its middle fits. A step between them may
+fit.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from trainstep.config.parallel import RanksConfig
 from trainstep.plan.prediction import Prediction, predict
 
 BOUNDS = {**LARGEST_TRIED, "layers": 1024}
-"""Field -> the value at which the search ends: `at least` is said then."""
+"""Field -> the value at which the search ends; the answer then says `at least`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,9 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestFit:
-    """The result. `surely`, `probably`: the largest value of which the interval's upper end, or its middle, fits; None: not even 1.
+    """The result. `surely`, `probably`: the largest value at which the interval's upper end, or its middle, fits; None: not even 1.
 
-    `above`: the first value that does not fit probably; None at the bound.
+    `above`: the first value that probably does not fit; None at the bound.
     """
 
     field: str
@@ -77,7 +78,7 @@ def with_value(config: RanksConfig, field: str, value: int) -> RanksConfig:
 
 
 def _largest(bound: int, fits: Callable[[int], bool]) -> int:
-    """The largest value up to the bound that fits, 0 if none does; what fits must not fit again above a value that does not."""
+    """The largest value up to the bound that fits, 0 if none does. Above a value that does not fit, none may fit again."""
     low, high = 0, min(1, bound)
     while low < high <= bound and fits(high):
         low, high = high, min(2 * high, bound)

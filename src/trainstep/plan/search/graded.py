@@ -1,4 +1,4 @@
-"""Grades a search by grids of measured steps: how much slower is what it would choose than the fastest that was measured?
+"""Grades a search by grids of measured steps: how much slower is its choice than the fastest measured step?
 
     for grid in grids_of(records, calibration):
         grade = graded(grid)
@@ -28,7 +28,7 @@ from trainstep.plan.time.step_time import StepTime, step_time
 from trainstep.records.record import Record
 
 LEAST_CELLS = 12
-"""Fewer measured cells are no grid to choose from."""
+"""The fewest measured cells that count as a grid."""
 _RUN = (
     "attention",
     "ops",
@@ -70,7 +70,7 @@ class GridCell:
     time: StepTime | None = None
     no_time: str = ""
     is_known: bool = False
-    """Whether the calibration has points of it."""
+    """Whether the calibration has points from this cell."""
 
 
 @dataclass(frozen=True, kw_only=True)

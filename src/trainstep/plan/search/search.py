@@ -1,16 +1,15 @@
-"""Searches the options of a step by prediction: the fastest that fits, or the one that needs least memory, and those in between.
+"""Searches the options of a step by prediction: the fastest that fits, the one that needs least memory, and those in between.
 
-    found = search(space, calibration, gpu_memory_bytes=..., minimize="time")
-    found.best, found.runner_up, found.frontier, found.alternatives
+    result = search(space, calibration, gpu_memory_bytes=..., minimize="time")
+    result.best, result.runner_up, result.frontier, result.alternatives
 
-Every allowed combination of a rank's options and a strategy is a candidate. The fastest is found in the order of a lower bound of
-their times (bounds.py), which ends when the next bound is above a time that fits. What its bounds show not to fit is left out. The
-first candidate of a strategy and a division of the batch bounds the others from below: a rank that computes longer hides more of
-its messages, but never ends earlier. Which need least, and which lie between, is found by likely bytes: the bound, and what others
-of its kind need more. All that is shown was predicted in full.
-
-Then each single change of the best is predicted too. A change that is better after all becomes the best, so the result has none
-(docs/decisions/0030-plan-searches-by-bounds.md).
+Every allowed combination of a rank's options and a strategy is a candidate. To find the fastest, candidates are predicted in the
+order of a lower bound of their times (bounds.py), until the next bound is above the time of one that fits. Candidates whose bounds
+show that they do not fit are left out. The first candidate of a strategy and a division of the batch bounds the others from below:
+a rank that computes longer hides more of its messages, but never ends earlier. The candidates that need least memory, and those in
+between, are found by likely bytes: the bound, and how much more than their bounds others of the kind need. All candidates that are
+shown were predicted in full. Then each single change of the best is predicted too. A better one becomes the best, so no single
+change improves the result (docs/decisions/0030-plan-searches-by-bounds.md).
 """
 
 import math
@@ -28,17 +27,17 @@ from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.step_time import StepTime, step_time
 
 OnBounds = Callable[[int, int, float], None]
-"""Is told ranks, combinations and the seconds that bounds took, before predictions begin."""
+"""Called with ranks, combinations and the seconds that bounds took, before predictions begin."""
 TIME, MEMORY, RANKS = "time", "memory", "ranks"
 OBJECTIVES = (TIME, MEMORY, RANKS)
 _SAME = 1e-3
-"""Predictions that are closer are the same."""
+"""Predictions whose relative difference is smaller count as equal."""
 _STEP = 0.03
-"""A point of the frontier needs at least so much less memory than the point before it."""
+"""A point of the frontier needs at least this share less memory than the point before it."""
 _MOST_TRIES = 24
-"""Predictions to find the one that needs least."""
+"""Most predictions in the search for the candidate that needs least memory."""
 _MOST_POINTS = 12
-"""Points of the frontier that are predicted, at about equal steps."""
+"""Most points of the frontier that are predicted, at about equal steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The best with one field changed. `prediction`: of its memory, where it decides something; `least_bytes`: the bound of it."""
+    """The best with one field changed. `least_bytes`: the bound of its memory; `prediction`: its memory, where it was predicted."""
 
     field: str
     value: Any
@@ -78,8 +77,8 @@ class Alternative:
 
 @dataclass(kw_only=True)
 class Effort:
-    """What a search looked at. `candidates`: allowed combinations. Bounds show of those without a prediction that they are slower,
-    need more, or do not fit."""
+    """What a search looked at. `candidates`: allowed combinations; by their bounds, those that were not predicted are slower, need
+    more memory, or do not fit."""
 
     candidates: int = 0
     timed: int = 0
@@ -92,15 +91,15 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The result. `best` is None if nothing fits; then `leanest` says how much the least memory is."""
+    """The result. `best` is None if nothing fits; then `leanest` says how much memory is needed at least."""
 
     minimize: str
     space: Space
     best: Candidate | None
     leanest: Candidate
-    """The one that needs least of those that were predicted; of all, if nothing fits or memory is minimized."""
+    """The candidate that needs least memory of those predicted; of all, if nothing fits or memory is minimized."""
     frontier: tuple[Candidate, ...] = ()
-    """The fastest first; each next one is slower and needs less."""
+    """The fastest first; each next candidate is slower and needs less memory."""
     alternatives: tuple[Alternative, ...] = ()
     """Every single change of the best, the fastest first."""
     runner_up: Candidate | None = None
@@ -114,21 +113,21 @@ def search(
     space: Space, calibration: Calibration, *, gpu_memory_bytes: int, minimize: str, on_bounds: OnBounds | None = None
 ) -> Found:
     """The best options of the space. ValueError if none of them has a prediction."""
-    found: list[Found] = []
+    results: list[Found] = []
     for ranks in sorted(space.ranks):
         goal = MEMORY if minimize == MEMORY else TIME
-        found.append(_Search(space, ranks, calibration, gpu_memory_bytes).run(goal, on_bounds))
-        if minimize == RANKS and found[-1].best is not None:
+        results.append(_Search(space, ranks, calibration, gpu_memory_bytes).run(goal, on_bounds))
+        if minimize == RANKS and results[-1].best is not None:
             break
-    fewer = tuple((one.leanest.config.ranks, one.leanest.needed_bytes) for one in found if one.best is None)
-    fitting = [(_order(best, minimize), one) for one in found if (best := one.best) is not None]
+    fewer = tuple((item.leanest.config.ranks, item.leanest.needed_bytes) for item in results if item.best is None)
+    fitting = [(_order(best, minimize), item) for item in results if (best := item.best) is not None]
     if not fitting:
-        return replace(min(found, key=lambda one: one.leanest.needed_bytes), minimize=minimize, fewer_ranks=fewer)
+        return replace(min(results, key=lambda item: item.leanest.needed_bytes), minimize=minimize, fewer_ranks=fewer)
     return replace(min(fitting, key=lambda pair: pair[0])[1], minimize=minimize, fewer_ranks=fewer)
 
 
 def _order(candidate: Candidate, minimize: str) -> tuple[float, ...]:
-    """What is smaller is better: first what surely fits, then by the objective."""
+    """A key by which the best sorts first: the least memory, or else what fits most surely and then the least time."""
     doubt = 0 if candidate.fits_surely else 1 if candidate.prediction.spare_bytes >= 0 else 2
     if minimize == MEMORY:
         return candidate.needed_bytes, candidate.time_s
@@ -136,17 +135,17 @@ def _order(candidate: Candidate, minimize: str) -> tuple[float, ...]:
 
 
 def frontier_of(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest, then each that needs less than all that are faster."""
-    found: list[Candidate] = []
-    for one in sorted(candidates, key=lambda one: (one.time_s, one.needed_bytes)):
-        if not found or one.needed_bytes < (1 - _STEP) * found[-1].needed_bytes:
-            found.append(one)
-    return found
+    """The fastest candidate, then each that needs clearly less memory than all that are faster."""
+    frontier: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.time_s, candidate.needed_bytes)):
+        if not frontier or candidate.needed_bytes < (1 - _STEP) * frontier[-1].needed_bytes:
+            frontier.append(candidate)
+    return frontier
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """A combination with its bounds. `group`: those whose messages are alike; `kind`: those whose bounds are equally close."""
+    """A combination with its bounds. Messages are alike within a `group`; bounds are about equally close within a `kind`."""
 
     config: RanksConfig
     time_s: float
@@ -166,10 +165,10 @@ class _Search:
         self._times: dict[RanksConfig, StepTime | None] = {}
         self._known: dict[RanksConfig, Candidate | None] = {}
         self._points: list[Candidate] = []
-        """Those that fit."""
+        """Candidates that fit."""
         self._floor: dict[tuple[Any, ...], float] = {}
         self._more: dict[tuple[Any, ...], int] = {}
-        """What steps alike need more than their bounds say."""
+        """How much more memory than their bounds similar steps need."""
 
     def run(self, minimize: str, on_bounds: OnBounds | None = None) -> Found:
         began_s, pairs = monotonic(), self._pairs()
@@ -185,7 +184,7 @@ class _Search:
                 break
         if minimize == MEMORY or not self._points:
             self._find_leanest(pairs)
-        leanest = min(filter(None, self._known.values()), key=lambda one: _order(one, MEMORY), default=None)
+        leanest = min(filter(None, self._known.values()), key=lambda candidate: _order(candidate, MEMORY), default=None)
         if leanest is None:
             reasons = [*self.effort.unknown, *self._space.refused]
             raise ValueError(reasons[0] if reasons else "minimize: no combination is allowed; name fewer options")
@@ -256,10 +255,10 @@ class _Search:
                 too_large[kind] = pair.nbytes
 
     def _find_frontier(self, by_time: Sequence[_Pair]) -> None:
-        """Predict the fastest, then again and again the fastest that is likely to need a step less than all before.
+        """Again and again predict the fastest pair that is likely to need a step less memory than all candidates before.
 
-        Likely time: its bound and what messages add to the first of its group. Likely memory: its bound and what its kind needs
-        more.
+        Likely time: the pair's bound, and what messages add to the first pair of its group. Likely memory: the pair's bound, and
+        how much more than their bounds others of its kind need.
         """
         added_s: dict[tuple[Any, ...], float] = {}
         for pair in by_time:
@@ -270,7 +269,7 @@ class _Search:
             (pair for pair in by_time if added_s[pair.group] < math.inf),
             key=lambda pair: pair.time_s + added_s[pair.group],
         )
-        least_bytes = min(one.needed_bytes for one in self._points)
+        least_bytes = min(point.needed_bytes for point in self._points)
         end_bytes = min((pair.nbytes + self._likely_more(pair) for pair in left), default=least_bytes)
         step = min(1 - _STEP, (end_bytes / least_bytes) ** (1 / _MOST_POINTS))
         for _ in range(_MOST_POINTS):
@@ -316,16 +315,16 @@ class _Search:
                 least_bytes = min(least_bytes, candidate.needed_bytes)
 
     def _add(self, candidate: Candidate) -> None:
-        """Count it among those that fit, if it does as surely as these."""
-        surely = any(one.fits_surely for one in self._points)
+        """Add the candidate to those that fit, if it fits as surely as they do."""
+        surely = any(point.fits_surely for point in self._points)
         fits = candidate.fits_surely or (candidate.prediction.fits and not surely)
-        if fits and all(candidate is not one for one in self._points):
+        if fits and all(candidate is not point for point in self._points):
             self._points.append(candidate)
 
     def _polished(self, minimize: str) -> tuple[Candidate, list[Alternative]]:
         """The best of all, and its single changes, none of which is better."""
         while True:
-            best, alternatives = min(self._points, key=lambda one: _order(one, minimize)), list[Alternative]()
+            best, alternatives = min(self._points, key=lambda point: _order(point, minimize)), list[Alternative]()
             for name, value, config in self._space.neighbours(best.config):
                 try:
                     least_bytes, candidate = self._bounds.bytes(config), None
@@ -345,26 +344,28 @@ class _Search:
                 alternatives.append(
                     Alternative(field=name, value=value, time=time, least_bytes=least_bytes, prediction=prediction)
                 )
-            if min(self._points, key=lambda one: _order(one, minimize)) is best:
-                return best, sorted(alternatives, key=lambda one: one.time.step.time_s)
+            if min(self._points, key=lambda point: _order(point, minimize)) is best:
+                return best, sorted(alternatives, key=lambda alternative: alternative.time.step.time_s)
 
     def _runner_up(self, best: Candidate, alternatives: Iterable[Alternative], minimize: str) -> Candidate | None:
-        """The next best of which the objective differs, of the points and the single changes."""
-        for one in alternatives if minimize != MEMORY else ():
-            if differs(best.time_s, one.time.step.time_s) and one.least_bytes <= self._memory:
-                candidate = self._predicted(one.time)
+        """The next best candidate whose objective differs, of the points and the single changes."""
+        for alternative in alternatives if minimize != MEMORY else ():
+            if differs(best.time_s, alternative.time.step.time_s) and alternative.least_bytes <= self._memory:
+                candidate = self._predicted(alternative.time)
                 if candidate is not None:
                     self._add(candidate)
-                if any(candidate is one for one in self._points):
+                if any(candidate is point for point in self._points):
                     break
         others = [
-            one
-            for one in self._points
+            point
+            for point in self._points
             if (
-                differs(best.needed_bytes, one.needed_bytes) if minimize == MEMORY else differs(best.time_s, one.time_s)
+                differs(best.needed_bytes, point.needed_bytes)
+                if minimize == MEMORY
+                else differs(best.time_s, point.time_s)
             )
         ]
-        return min(others, key=lambda one: _order(one, minimize), default=None)
+        return min(others, key=lambda point: _order(point, minimize), default=None)
 
     def _time(self, config: RanksConfig) -> StepTime | None:
         """The predicted time; None, with a note of the reason, if there is none."""

@@ -4,10 +4,10 @@
     for ranks in space.ranks:
         space.runs(ranks), space.strategies(ranks)        # both validated; space.refused counts what was not allowed
 
-A field that is named with one value is fixed, with several values it is chosen among them, and unnamed it has the values of `FREE`.
-Free are only options that leave the mathematics of a step as they are, and of these the values whose time a calibration measures:
-torch's strategies have no time yet, and copies between GPUs or flex no measured one. The time of groups of ranks is simulated,
-which takes too long for thousands of combinations. Precision and the dtypes of messages change the mathematics, so they are chosen
+A field that is named with one value is fixed; named with several, it takes any of them; unnamed, it takes the values of `FREE`.
+`FREE` has only options that leave the mathematics of a step as they are, and only values whose time a calibration measures: torch's
+strategies have no time yet, and copies between GPUs and flex have no measured one. The time of groups of ranks is simulated, which
+takes too long for thousands of combinations. Precision and the dtypes of messages change the mathematics, so they are chosen
 only among named values.
 
 A step reads `global_batch` sequences on all ranks: ranks x batch_size x accumulation. Whoever names it leaves the division free.
@@ -47,17 +47,17 @@ FREE: Mapping[str, tuple[Any, ...]] = {
 DIVISION = ("batch_size", "accumulation")
 """Free too, if the global batch is named."""
 LISTED = ("precision", "compute_dtype", "reduce_dtype")
-"""They change the mathematics: chosen only among named values."""
+"""Options that change the mathematics: chosen only among named values."""
 _MOST_SIZES = 16
 """Micro-batches that are tried: each is multiplied by every other choice."""
 MOST_SEQUENCES = 2**24
-"""A larger global batch is no step of anyone's, and takes too long to divide."""
+"""The largest global batch: nobody trains with a larger one, and it would take too long to divide."""
 _SAME_WORK = ("model", "context", "mode", "clip_grad_norm", "d_model", "d_ff", "layers", "heads", "vocab_size")
 _OF_RECOMPUTE = ("recompute_every", "narrow_blocks")
-"""Without recomputation they have no effect."""
+"""Options that have no effect without recomputation."""
 _SYNC_FIELDS = frozenset(("sync", *(option for strategy in STRATEGIES for option in strategy.options)))
 _BAD_VALUE = (": must be ", " is not known")
-"""What sentences about a value that no combination can have say."""
+"""Words in the error about a value that no combination can have."""
 
 
 @dataclass(kw_only=True)
@@ -70,11 +70,11 @@ class Space:
     ranks: tuple[int, ...]
     global_batch: int
     refused: Counter[str] = field(default_factory=Counter)
-    """Sentences of configs that do not allow a combination -> number of these."""
+    """The error with which configs refuse combinations -> number of combinations."""
 
     def runs(self, ranks: int) -> list[RunConfig]:
         """Every allowed step of one rank. ValueError for a value that no step can have."""
-        found: list[RunConfig] = []
+        runs: list[RunConfig] = []
         for division in self._divisions(ranks):
             names = [name for name in self.choices if name not in _SYNC_FIELDS and name not in DIVISION]
             for values in product(*(self.choices[name] for name in names)):
@@ -82,14 +82,14 @@ class Space:
                 if any(_is_idle(point, name, self.choices) for name in _OF_RECOMPUTE):
                     continue
                 if (run := self._made(partial(build, PlannedRunConfig, point, where="plan"))) is not None:
-                    found.append(run)
-        return found
+                    runs.append(run)
+        return runs
 
     def strategies(self, ranks: int) -> list[SyncConfig]:
         """Every allowed strategy with its options. ValueError for a value that none can have."""
         if ranks == 1:
             return [SyncConfig(name=YARDSTICK)]
-        found: dict[SyncConfig, None] = {}
+        syncs: dict[SyncConfig, None] = {}
         fixed = self._fixed(of_sync=True)
         for name in self.choices.get("sync", (fixed.get("sync"),)):
             options = [option for option in self.choices if option in _SYNC_FIELDS and option != "sync"]
@@ -99,8 +99,8 @@ class Space:
             for values in product(*(self.choices[option] for option in used)):
                 point = {**own, **dict(zip(used, values, strict=True))}
                 if (sync := self._made(partial(SyncConfig, name=name, **point))) is not None:
-                    found[sync] = None
-        return list(found)
+                    syncs[sync] = None
+        return list(syncs)
 
     def allowed(self, ranks: int, sync: SyncConfig, run: RunConfig) -> RanksConfig | None:
         """The step of several ranks, if its parts go together."""
@@ -131,7 +131,7 @@ class Space:
         return {name: value for name, value in values.items() if value is not None and name not in without}
 
     def neighbours(self, config: RanksConfig) -> Iterator[tuple[str, Any, RanksConfig]]:
-        """The steps that differ from this one in one chosen field, with what that needs: field, value and config."""
+        """Field, value and config of each step that differs from this one in one chosen field, and in what that needs."""
         chosen = self.options(config)
         for name, current in chosen.items():
             for value in self.choices.get(name, ()):
@@ -176,7 +176,7 @@ class Space:
         }
 
     def _divisions(self, ranks: int) -> list[dict[str, int]]:
-        """Micro-batches and their number that make the global batch of these ranks."""
+        """Sizes and numbers of micro-batches that make up the global batch on these ranks."""
         each, left = divmod(self.global_batch, ranks)
         if left:
             return []
@@ -200,7 +200,7 @@ class Space:
 def space_of(named: Values, *, global_batch: int | None, ranks: Sequence[int]) -> Space:
     """The space of a search. `named`: the options with their values, without `ranks`; `ranks`: those that may be taken.
 
-    ValueError for a list of what would be other work, for a global batch that does not divide, and if nothing is left to choose.
+    ValueError for values that are different work, for a global batch that does not divide, and if nothing is left to choose.
     """
     for name in _SAME_WORK:
         if len(named.get(name, ())) > 1:
@@ -278,5 +278,5 @@ def _is_possible(name: str, named: Values) -> bool:
 
 
 def _is_idle(point: Mapping[str, Any], name: str, choices: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether only the first value of `name` counts here: it has no effect without recomputation."""
+    """Whether the point repeats another: without recomputation `name` has no effect, so only its first value counts."""
     return name in choices and point.get("recompute") in (None, "none") and point[name] != choices[name][0]

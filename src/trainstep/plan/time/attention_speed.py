@@ -19,13 +19,14 @@ _MATMULS = {"forward": 4, "backward": 10}
 _OTHER_WIDTH, _OTHER_KERNEL = 0.12, 0.3
 """Spread where another head width was measured, or another kernel."""
 _OF_ONE_POINT = 0.03
-"""Spread that a width adds of which one length was measured."""
+"""Spread that is added for a head width of which only one length was measured."""
 _SHORT_S, _FIXED_S = 50e-6, 8e-6
-"""Shorter times show what is fixed; where there is none, this is assumed."""
+"""Times shorter than the first show the fixed part; where there is none, the second is assumed."""
 _SHARE_OF_MATMULS = {"forward": 0.45, "backward": 0.35}
-"""Of a matmul's rate, where no attention was measured."""
+"""Attention's share of a matmul's rate, where no attention was measured."""
 _DEFAULTS = {"bf16": "sdpa_flash", "fp32": "sdpa_efficient"}
-"""What torch's own choice takes."""
+"""The kernel that torch chooses, by dtype. On a Hopper GPU torch 2.11 takes cuDNN's in some steps (8B at 32,768 tokens), but
+steps of small and large at 1,024 and 2,048 tokens take as long as with flash (docs/log.md)."""
 
 Key = tuple[str, str, str, int]
 
@@ -41,7 +42,7 @@ class AttentionSpeed:
 
 
 def attention_work(direction: str, dtype: str, batch_heads: int, context: int, head_dim: int, *, units: int) -> float:
-    """FLOPs by which a kernel's time is computed: all of them, or as many as all units could do while one has the longest tile."""
+    """FLOPs that set a kernel's time: all of them, but at least what all units could do while one has the longest tile."""
     pairs = batch_heads * context * (context + 1) / 2
     tile = min(_FP32_TILE if dtype == "fp32" else _TILE, context)
     longest = units * tile * context if units > 1 else 0
@@ -49,7 +50,7 @@ def attention_work(direction: str, dtype: str, batch_heads: int, context: int, h
 
 
 def attention_rows(dtype: str, batch_heads: int, context: int, *, units: int) -> float:
-    """Rows of queries, or as many as all units have at a time while only some have a tile."""
+    """Rows of queries that set a kernel's time: all of them, but at least a tile's rows for each unit."""
     tile = min(_FP32_TILE if dtype == "fp32" else _TILE, context)
     return max(batch_heads * context, units * tile if units > 1 else 0)
 
@@ -57,7 +58,7 @@ def attention_rows(dtype: str, batch_heads: int, context: int, *, units: int) ->
 def attention_speeds(rows: Sequence[Mapping[str, Any]], *, units: int) -> dict[Key, AttentionSpeed]:
     """The fits by implementation, dtype, direction and head width.
 
-    `fixed_s` is that of the width with a short measurement. A width with a single point has the proportions of another.
+    `fixed_s` comes from the width with a short measurement. A width with a single point takes the proportions of another width.
     """
     groups: dict[Key, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -125,11 +126,11 @@ def seconds_of_attention(
     batch_heads, context, width = symbols["B"] * symbols["H"], symbols["S"], symbols["D"]
     work = attention_work(direction, dtype, batch_heads, context, width, units=units)
     name = _DEFAULTS[dtype] if implementation == "sdpa" else implementation
-    found = _nearest(speeds, name, dtype, direction, width)
-    if found is None:
+    nearest = _nearest(speeds, name, dtype, direction, width)
+    if nearest is None:
         rate = _SHARE_OF_MATMULS[direction] * matmul
         return work / rate, _OTHER_KERNEL, f"{implementation} attention as a share of matmuls"
-    key, speed = found
+    key, speed = nearest
     time_s = _seconds(speed, (1.0, attention_rows(dtype, batch_heads, context, units=units), work))
     guess, spread = "", speed.spread
     if key[0] != name or key[1] != dtype:

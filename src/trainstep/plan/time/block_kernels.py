@@ -18,7 +18,7 @@ _ATTENTION_WEIGHTS = (("attention projections", "3 d", "d"), ("attention project
 """The op, n and k of matmuls with attention's weights."""
 _SMALL = 4.0
 _UNVECTORISED = 8
-"""Bytes of an element that a kernel is counted with which is not vectorised: it takes as long for 16 bits as for 32."""
+"""Bytes per element that an unvectorised kernel is counted with: it takes as long for 16 bits as for 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def _linears(
 
 
 def _linear(run: RunConfig, widths: Widths, op: str, n: str, k: str, *, casts: int = 0) -> tuple[Pass, Pass]:
-    """`casts`: of the input, which autocast rounds, and whose gradient it widens."""
+    """`linear` in eager mode. `casts`: how often autocast rounds the input and widens its gradient."""
     forward, backward = linear(op, "N", n, k, run, widths, kind=Kind.CONTIGUOUS)
     if not (widths.autocast and casts):
         return forward, backward

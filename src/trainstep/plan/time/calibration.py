@@ -25,12 +25,12 @@ from trainstep.records.record import Record, record_from_plain
 
 WORKLOAD = "calibration"
 _GUESSED = 0.15
-"""Spread of what is taken from something else that was measured."""
+"""Spread of a time that is taken from another measurement."""
 _SCALED = 0.12
 """Spread that another GPU's efficiency adds."""
 _SAME_CHIP = 0.05
-"""The same, where the chip is the one measured and only its memory is another: 23 captured steps of H100s are off by 5.7 % as root
-mean square (results/h100/plan_grids.jsonl, plan_grids_ranks.jsonl)."""
+"""The same, where the chip is the measured one and only its memory differs. Predictions of 23 captured steps on H100s are off by
+5.7 %, root mean square (results/h100/plan_grids.jsonl, plan_grids_ranks.jsonl)."""
 _BUSY_CPU = 0.2
 """Spread that a CPU's other work adds."""
 _INSTEAD: Mapping[Kind, Sequence[Kind]] = {
@@ -50,7 +50,7 @@ _INSTEAD: Mapping[Kind, Sequence[Kind]] = {
     Kind.LOSS_BACKWARD: (Kind.SOFTMAX, Kind.CONTIGUOUS),
     Kind.EMBEDDING_BACKWARD: (Kind.STRIDED, Kind.CONTIGUOUS),
 }
-"""Kinds of traffic whose curve is taken where one was not measured."""
+"""Kind of traffic -> the kinds whose curves are taken, in this order, where its own was not measured."""
 _FP32_UPDATE = 28
 """Bytes that an update of an fp32 parameter reads and writes."""
 _SAME_UNITS = {"fp16": "bf16", "bf16": "fp16"}
@@ -68,7 +68,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCost:
-    """Seconds of the host for one thing that it does, from a quiet machine's to a busy one's."""
+    """Seconds that the host takes for one action, from a quiet machine's to a busy one's."""
 
     low_s: float
     middle_s: float
@@ -97,11 +97,11 @@ class Calibration:
     optimizers: Mapping[str, tuple[Curve, float]]
     host: Mapping[str, HostCost]
     gaps: Mapping[str, float]
-    """Between two kernels of a graph, of an eager stream; before a graph's first kernel: `graph`, `eager`, `graph launch`."""
+    """Seconds for each kernel: `graph` and `eager` between two kernels, `graph launch` of the launch of their graph."""
     collectives: Mapping[tuple[str, int], tuple[Curve, float]]
     """Operation and ranks -> seconds by bytes."""
     extra_spread: float = 0.0
-    """Of all times together, where they are another machine's."""
+    """Spread of all times together: those of another GPU, or of a busy CPU."""
     origin: str = ""
     """Where the calibration came from, in words."""
     power_limited: bool = False
@@ -109,7 +109,7 @@ class Calibration:
     peaks: Mapping[str, float] = field(default_factory=dict)
     """A data sheet's FLOP/s by dtype, for a dtype that was not measured."""
     used: frozenset[str] = frozenset()
-    """Keys of the records that points are from, which grade nothing."""
+    """Keys of the records that points come from; these records are not graded."""
 
     def kernel_s(self, kernel: Kernel, symbols: Mapping[str, int]) -> Estimate:
         """The time of one such kernel, without the gap before it. ValueError if nothing like it was measured."""
@@ -190,7 +190,7 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
         raise ValueError("calibration: its record has no table of matmuls, or none of traffic; measure it again")
     _check_points(tables)
     missing = sorted(_HOST_COSTS - {row["what"] for row in tables.get("host", [])}) if units > 1 else []
-    if missing:  # a GPU's step would seem to wait for nobody
+    if missing:  # without it a GPU would never seem to wait for its host
         raise ValueError(f"calibration: its record has no host's cost of {missing[0]}; measure it again")
     matmuls = {}
     for dtype, rows in _grouped(tables["matmuls"], lambda row: row["dtype"]).items():
@@ -338,7 +338,7 @@ def scaled_to(spec: MachineSpec) -> Calibration:
 
 
 def data_sheet(*, peak_tflops: float, memory_bytes_per_s: float) -> Calibration:
-    """H200's efficiencies at a peak of 16-bit matmuls, of which tf32 has half and fp32 a fifteenth, and a bandwidth."""
+    """H200's efficiencies at a bandwidth and a peak of 16-bit matmuls; tf32 has half of the peak and fp32 a fifteenth."""
     peak = peak_tflops * 1e12
     peaks = {"bf16": peak, "fp16": peak, "tf32": peak / 2, "fp32": peak / 15}
     spec = MachineSpec(

@@ -81,7 +81,7 @@ class Curve:
 
 
 def curve_of(points: Sequence[tuple[float, float]]) -> tuple[Curve, float]:
-    """The curve through points, of which neighbours within 10 % of bytes are averaged; and the spread of those averaged."""
+    """The curve and its spread. Neighbours within 10 % of bytes are averaged; the spread is that of the averaged points."""
     groups: list[list[tuple[float, float]]] = []
     for nbytes, time_s in sorted(points):
         if groups and nbytes <= 1.1 * groups[-1][0][0]:

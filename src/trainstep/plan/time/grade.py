@@ -4,10 +4,10 @@
     grades[0].error, grades[0].is_inside
 
 A record's time is the median of its windows where it has some, because steps run into each other there as in training, else of its
-steps. Each different cell is graded once, by its latest record. Records from which the calibration has a point grade nothing.
+steps. Each different cell is graded once, by its latest record. Records from which the calibration has a point are not graded.
 
-What limits a step is what the prediction says of it: a graph, the device, or perhaps the host, if one at the slow end of its range
-would take longer than the device.
+Grades form groups by what limits the step according to its prediction: a graph, the device, or perhaps the host, if a host at the
+slow end of its range would take longer than the device.
 """
 
 import statistics

@@ -16,16 +16,16 @@ from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.kernels import Kernel, Kind
 
 _PER_MODEL = 0.5
-"""A model compiled whole has one call, but launches as many kernels: about half of what its blocks cost by themselves."""
+"""A model compiled whole has one call, but launches as many kernels: it costs about half of what its blocks cost one by one."""
 _AROUND_BLOCKS = 40
 """Kernels around compiled blocks that are enqueued one by one: norm, head, loss."""
 _OPERATORS = (Kind.FUSED, Kind.FUSED_COLUMNS)
 _OPERATOR_LAUNCHES = {Phase.FORWARD: 9, Phase.BACKWARD: 7}
-"""Launches of plain PyTorch that a kernel of ops/ costs as much as: 8 and 6 by results/h200/predicted_again.jsonl (2 steps, which 9
-and 7 make 12 % too long), 9 and 7 by results/h200/plan_grids.jsonl (8, relative to the plain steps of that slower host). While they
-made views and changed devices it was twice as much (results/h200/predicted.jsonl)."""
+"""How many launches of plain PyTorch cost the host as much as one kernel of ops/. By results/h200/predicted_again.jsonl (2 steps,
+which 9 and 7 make 12 % too long) 8 and 6; by results/h200/plan_grids.jsonl (8, relative to the plain steps of that slower host) 9
+and 7. While the ops made views and changed devices they cost twice as much (results/h200/predicted.jsonl)."""
 _SEEN_LAUNCHES = 5
-"""Launches that it costs when a mode sees the operators of one kernel (xl, 8 x 1,024, the same file)."""
+"""How many launches cost as much as a mode that sees the operators of one kernel (xl, 8 x 1,024, the same file)."""
 
 
 def host_time(
@@ -36,11 +36,11 @@ def host_time(
     tensors: int,
     messages: Mapping[str, int],
 ) -> dict[str, Interval]:
-    """The host's time by phase; none where the calibration knows no host. `tensors`: number of parameters.
+    """The host's time by phase; empty where the calibration has no costs of a host. `tensors`: number of parameters.
 
-    `messages`: by the phase whose hooks send them.
+    `messages`: how many, by the phase whose hooks send them.
     """
-    found = {}
+    times = {}
     for phase, counted in kernels.items():
         enqueued = sum(count for _, count in counted)
         ours = sum(count for kernel, count in counted if kernel.kind in _OPERATORS)
@@ -64,9 +64,9 @@ def host_time(
         if message is not None:
             costs.append((messages.get(phase, 0), message))
         if costs:
-            found[phase] = Interval(
+            times[phase] = Interval(
                 time_s=sum(number * cost.middle_s for number, cost in costs),
                 low_s=sum(number * cost.low_s for number, cost in costs),
                 high_s=sum(number * cost.high_s for number, cost in costs),
             )
-    return found
+    return times

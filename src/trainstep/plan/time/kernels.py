@@ -65,8 +65,8 @@ def class_of(kind: Kind) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """`count` kernels alike. `element_bytes`: bytes read and written together for an element of `shape`; of attention and matmuls
-    an element's bytes. `dtype`: that of a matmul's operands."""
+    """`count` equal kernels. `element_bytes`: bytes read and written together for an element of `shape`; of attention an element's
+    bytes, of matmuls unused. `dtype`: that of a matmul's operands."""
 
     op: str
     kind: Kind
@@ -97,7 +97,7 @@ class Kernel:
 
 
 def value(words: str, symbols: Mapping[str, int]) -> int:
-    """`3 N d` as a number."""
+    """The value of a product, `3 N d` for example."""
     return prod(symbols[word] if word in symbols else int(word) for word in words.split())
 
 

@@ -23,7 +23,7 @@ _LEAST_SPLIT_K = 256
 _SPLIT_FLOPS = 1e8
 """Adding up the parts of a split product costs about as much as these FLOPs: one more launch."""
 _SPLIT_FLOPS_PER_ELEMENT = 35
-"""And for each element of each part, which is written and read."""
+"""The same for each element of each part, which is written and read."""
 
 
 def _matrix_tiles() -> tuple[tuple[int, int, float], ...]:

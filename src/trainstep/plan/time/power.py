@@ -7,8 +7,8 @@ Calibrations are of bursts, which end before the limit acts; training does not. 
 and the clock is the highest at which the power is within the limit. Kernels on tensor cores slow down with the clock, by less
 than it falls, since memory does not; other kernels hardly do. `watts` is what a kernel draws above idle at the full clock.
 
-All figures: 2.5 s of the same kernel on an H200 at 700 W, results/h200/power_limit.txt. Mixtures of matmuls and copies, which
-were not fitted to, ran at 1,590, 1,545 and 1,515 MHz, where the formula says 1,587, 1,537 and 1,523.
+All figures: 2.5 s of the same kernel on an H200 at 700 W, results/h200/power_limit.txt. Mixtures of matmuls and copies, to
+which nothing was fitted, ran at 1,590, 1,545 and 1,515 MHz, where the formula says 1,587, 1,537 and 1,523.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,19 @@ BURST_S = 1.0
 """Seconds of work that the limit does not act on yet: results/h200/predicted.jsonl has steps of 0.5 s at the full clock."""
 _IDLE_W = 120.0
 _LIMIT_W = 690.0
-"""What the driver keeps the mean at, with a limit of 700."""
+"""Mean power that the driver keeps, with a limit of 700 W."""
 _TIME_EXPONENT = 0.71
 """Tensor cores at a clock of x take x^-0.71 as long: 798 TFLOP/s at the full clock, 660 at 0.765 of it."""
 _LOWEST_CLOCK = 0.3
 _TENSOR_CORES_W = {"bf16": 1275.0, "fp16": 1275.0, "tf32": 1135.0}
 _AT_FLOPS_PER_S = {"bf16": 798e12, "fp16": 798e12, "tf32": 415e12}
-"""The rate of the matmuls that draw so much."""
+"""FLOP/s of the matmuls that draw _TENSOR_CORES_W."""
 _WATTS_EXPONENT = 2.3
 """Slower matmuls draw less, by this power of their rate: 2,048 x 4,096 x 1,024 at 636 TFLOP/s drew 756 W."""
 _ATTENTION_W = 1203.0
 _FP32_W = 553.0
 _MEMORY_W = 300.0
-"""Element by element; copies at the full bandwidth draw 537."""
+"""Power of element-wise kernels; copies at the full bandwidth draw 537 W."""
 
 
 @dataclass(frozen=True, kw_only=True)

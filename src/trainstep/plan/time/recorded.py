@@ -16,7 +16,7 @@ from trainstep.plan.time.power import BURST_S
 from trainstep.plan.time.step_time import step_time
 
 _STEPS = 2
-"""Steps that are replayed, of eager ones: what is reserved is a little less exact than with three, in two thirds of the time."""
+"""Replayed steps of an eager run: reserved bytes are a little less exact than with three, in two thirds of the time."""
 
 
 def recorded_prediction(workload: str, config: Mapping[str, Any], *, gpu: str | None) -> dict[str, Any] | None:
@@ -26,15 +26,15 @@ def recorded_prediction(workload: str, config: Mapping[str, Any], *, gpu: str | 
     """
     if gpu is None or config.get("device") != "cuda":
         return None
-    found: dict[str, Any] = {}
+    prediction: dict[str, Any] = {}
     try:
         planned = planned_config(workload, config)
-        found |= _time_fields(planned, gpu)
+        prediction |= _time_fields(planned, gpu)
         peak = replay(planned, steps=_STEPS).peak
-        found |= {"peak_allocated_bytes": peak.allocated_bytes, "peak_reserved_bytes": peak.reserved_bytes}
+        prediction |= {"peak_allocated_bytes": peak.allocated_bytes, "peak_reserved_bytes": peak.reserved_bytes}
     except Exception:  # noqa: BLE001  (a config that formulas do not know, or a fault in them)
-        return found or None
-    return found
+        return prediction or None
+    return prediction
 
 
 def _time_fields(planned: Any, gpu: str) -> dict[str, Any]:

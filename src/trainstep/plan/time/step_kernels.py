@@ -23,13 +23,13 @@ class StepKernels:
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     added: tuple[Kernel, ...]
-    """Gradients of a micro-batch after the first, which are added to those before."""
+    """Kernels that add the gradients of a micro-batch after the first to those before."""
     optimizer: tuple[Kernel, ...]
     symbols: dict[str, int]
     tensors: int
     """Number of parameters."""
     model_flops: int | None = None
-    """Of the step's matmuls and attention; None for those of the built-in model, which has a formula."""
+    """FLOPs of the step's matmuls and attention; None for the built-in model, which has a formula."""
 
 
 def step_kernels(
@@ -42,9 +42,9 @@ def step_kernels(
 ) -> StepKernels:
     """The kernels of this run. ValueError for what has no formulas.
 
-    `updated_share`: of the parameters, which this rank updates. `copies_gradients`: into flat buffers, from which they are sent.
-    `summing_ranks`: between which gradients are averaged by copies, so that each rank adds up its part of all of them itself.
-    `compute`: the run in the precision that the model computes in, where that is another than its parameters'.
+    `updated_share`: share of the parameters that this rank updates. `copies_gradients`: gradients are copied into flat buffers,
+    from which they are sent. `summing_ranks`: number of ranks that average gradients by copies, so that each adds up its part
+    itself. `compute`: the run in the precision that the model computes in, where that is not the parameters'.
     """
     check_known(run)
     model = model_of(run)
@@ -137,7 +137,7 @@ def _widens(kernel: Kernel) -> bool:
 
 
 def _around(run: RunConfig) -> tuple[list[Kernel], list[Kernel]]:
-    """What is before and after the blocks."""
+    """The kernels before and after the blocks, in forward and in backward."""
     widths, dtype = widths_of(run), matmul_dtype(run.precision)
     e, s = widths.matmul, widths.stream
     forward = [traffic("embedding", Kind.CONTIGUOUS, 2 * s, "N d")]
@@ -206,6 +206,6 @@ def _update(run: RunConfig, weight: int, tensors: int) -> Iterator[Kernel]:
 
 
 def _in_pieces(kernels: Sequence[Kernel], tensors: int) -> Iterator[Kernel]:
-    """Kernels that run over each tensor by itself: as many launches, the bytes of all together."""
+    """The kernels run for each tensor by itself: one launch for each, the same bytes in all."""
     for kernel in kernels:
         yield replace(kernel, element_bytes=kernel.element_bytes / max(tensors, 1), count=kernel.count * tensors)

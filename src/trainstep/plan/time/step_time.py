@@ -5,17 +5,16 @@
     predicted.phases["backward"], predicted.classes["matmul"], predicted.lines       # lines: every term with its formula
 
 Device: each kernel takes what the calibration says of its kind and size, at the clock that the power limit leaves in the long
-run, and the gap before it. Eager, the host enqueues kernels
-phase by phase, and a phase ends when both are done:
+run, and the gap before it. In an eager step the host enqueues kernels phase by phase, and a phase ends when both are done:
 
     end of a phase = max(host's end of the phase, device's end of the phase before + the phase's kernels)
 
-Captured, the host launches one graph, and only the device's time counts. Messages: message_time.py.
+In a captured step the host launches one graph, and only the device's time counts. Messages: message_time.py.
 
-Interval: errors of kernels of one shape go together, those of others are independent, and 1.64 times their root of squares is the
-device's half-width, with another clock than the power limit's (power.py) and half of the gaps as two more such errors. Device,
-messages, a graph's launch and the host err each by itself: an end of the step is the root of squares of what each of them alone
-changes. The host's range is its calibration's.
+Interval: kernels of one shape share an error, and errors of different shapes are independent. The device's half-width is 1.64 times
+the root of their sum of squares; an error of the clock (power.py) and half of the gaps are two more independent errors in it. The
+errors of device, messages, a graph's launch and host are independent too: each end of the step's interval is the root of the sum of
+squares of what each of them changes alone. The host's range is its calibration's.
 """
 
 import math
@@ -41,7 +40,7 @@ STRAGGLERS = "waiting for the slowest rank"
 MACHINE = 0.02
 """Relative standard deviation between machines of one kind, and between steps."""
 DEVIATIONS = 1.64
-"""Of 90 % of normal errors."""
+"""Standard deviations within which 90 % of normal errors are."""
 _POWER = 0.15
 """How much longer 16-bit matmuls may take at the upper end where nothing is known of the GPU's power (2.7B, 1,024 tokens,
 results/h200/captured.jsonl: 1,530 of 1,980 MHz)."""
@@ -55,7 +54,7 @@ MessagesOf = Callable[[RanksConfig, Calibration, Mapping[str, Interval], Interva
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A term: kernels alike of a phase."""
+    """A term of the step's time: equal kernels of one phase."""
 
     phase: str
     op: str
@@ -64,15 +63,15 @@ class Line:
     formula: str
     count: int
     time_s: float
-    """Of all of them."""
+    """Seconds of all of them."""
     spread: float
     load: Load
-    """In a burst."""
+    """Their time and power in a burst."""
     guess: str = ""
 
     @property
     def kind(self) -> str:
-        """`matmul bf16`."""
+        """The kind and dtype, `matmul bf16` for example."""
         return f"{self.what} {self.dtype}".strip()
 
 
@@ -93,7 +92,7 @@ class StepTime:
     lines: tuple[Line, ...]
     messages: Exposed
     model_flops: int
-    """Of a rank's step."""
+    """FLOPs of one rank's step."""
     clock: float = 1.0
     """The share of the GPU's highest clock that the power limit leaves."""
 
@@ -267,13 +266,14 @@ def _root(values: Iterable[float]) -> float:
 
 
 _SOURCES = ("device", "messages", "launch", "host")
-"""What errs by itself."""
+"""The sources of independent errors."""
 
 
 def _pipeline(
     device: Mapping[str, Interval], host: Mapping[str, Interval], messages: Exposed, launch_s: float
 ) -> tuple[dict[str, Interval], Interval]:
-    """What each phase adds, and the step. Each end: the root of squares of what each source alone, at this end, changes."""
+    """What each phase adds, and the whole step. An end of an interval is the root of the sum of squares of what each source changes
+    when it alone is at this end."""
     middle = _added(device, host, messages, launch_s, dict.fromkeys(_SOURCES, "time_s"))
     sides: dict[str, dict[str, list[float]]] = {}
     for end in ("low_s", "high_s"):
@@ -284,7 +284,7 @@ def _pipeline(
                 sides[end][phase].append(added[phase] - middle[phase])
             sides[end]["step"].append(sum(added.values()) - sum(middle.values()))
     middle["step"] = sum(middle.values())
-    found = {
+    intervals = {
         name: Interval(
             time_s=time_s,
             low_s=max(0.0, time_s - _root(sides["low_s"][name])),
@@ -292,7 +292,7 @@ def _pipeline(
         )
         for name, time_s in middle.items()
     }
-    return found, found.pop("step")
+    return intervals, intervals.pop("step")
 
 
 def _added(
@@ -302,8 +302,8 @@ def _added(
     launch_s: float,
     ends: Mapping[str, str],
 ) -> dict[str, float]:
-    """What each phase adds, with each source at its end of its interval: the device starts a phase's kernels when it has those
-    before, and the host has enqueued them."""
+    """What each phase adds, with each source at the given end of its interval. The device ends a phase when it has run the phases
+    before and this one's kernels, but not before the host has enqueued them."""
     added = {}
     before_s = host_end_s = 0.0
     device_end_s = launch_s * _LAUNCH[ends["launch"]]

@@ -13,12 +13,12 @@ from trainstep.records.store import Store
 def read_calibration(path: Path) -> Calibration:
     """The last calibration in a file of records. ValueError if there is none."""
     records = Store(path).read()
-    found = [record for record in records if record.workload == WORKLOAD and record.failure is None]
-    if not found:
+    calibrations = [record for record in records if record.workload == WORKLOAD and record.failure is None]
+    if not calibrations:
         raise ValueError(
             f"calibration: {path} holds no calibration; write one with trainstep doctor --measure --out {path}"
         )
-    measured = _with_messages(found[-1], records)
+    measured = _with_messages(calibrations[-1], records)
     machine = measured.environment.gpu or measured.environment.cpu
     return calibration_of(measured, origin=f"measured on {machine}, {path}")
 

@@ -1,7 +1,8 @@
 """The kernels of a traced step of any model, eager, from its operators: products, attention, and what each other one moves.
 
-Of what only moves bytes the operator's name chooses the kind, or else whether it reads and writes in order. A kernel that does not
-is not vectorised, so that it takes as long for 16 bits as for 32. Log-softmax and the loss are one kind, timed together.
+The kind of an operator that only moves bytes follows from its name, or else from whether it reads and writes in order. A
+kernel that does not is not vectorised, so that it takes as long for 16 bits as for 32. Log-softmax and the loss are one kind, timed
+together.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,11 +42,11 @@ _KINDS = {
 }
 _ACCESS = {"strided": Kind.STRIDED, "broadcast": Kind.BROADCAST}
 _UNVECTORISED_BYTES = 8
-"""Bytes of an element that such a kernel is counted with, at least."""
+"""Least bytes per element that a kernel is counted with which does not read and write in order."""
 _IN_THE_LOSS = ("nll_loss_forward", "nll_loss_backward")
-"""Timed with log-softmax."""
+"""Operators that are timed with log-softmax."""
 _LOSS_BACKWARD_BYTES = 16 / 12
-"""What the loss moves in backward, with its gradient's zeros, by what log-softmax's backward alone moves."""
+"""Bytes that the loss moves in backward, with its gradient's zeros, over those of log-softmax's backward alone."""
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -125,12 +126,12 @@ def _kind(work: Work) -> Kind:
 
 
 def _model_flops(work: Work) -> int:
-    """Those of forward alone: the fused head computes its gradients there, too."""
+    """FLOPs of forward alone: the fused head computes its gradients in forward, too."""
     return work.flops // 3 if work.op == "linear_cross_entropy" else work.flops
 
 
 def _attention_kind(work: Work) -> Kind:
-    """A block that is recomputed runs forward in backward."""
+    """The kind by the operator's name, since a recomputed block runs attention's forward in backward."""
     return Kind.ATTENTION_BACKWARD if work.op.endswith("_backward") else Kind.ATTENTION_FORWARD
 
 

@@ -3,8 +3,8 @@
     explained = explain_rows(rows, calibration)
     explain_answers(explained), explain_tables(explained)
 
-A run of somebody's script is explained as a whole, its records together; every other record is a step of its own. Without a
-calibration of the user's, that of the record's GPU is taken (plan/time/calibration.py).
+All records of a script's run are explained together; every other record is a step of its own. If the user gives no calibration,
+that of the record's GPU is taken (plan/time/calibration.py).
 """
 
 import functools
@@ -31,13 +31,13 @@ from trainstep.report.run.runs import main_runs, runs_of
 
 _RUN = "run"
 _COLOURS = ("theme:vermilion", "theme:orange", "theme:blue", "theme:green", "theme:purple", "theme:sky")
-"""Of the causes in a chart; the last one is of those that are not named, if there are more."""
+"""Colours of the causes in a chart; if there are more causes than colours, the last colour is for all the others."""
 _MOST_BARS = 6
 """The most steps in a chart: those furthest above their floor."""
 _FEW = 5
 """Steps whose tables a terminal shows by default."""
 _MINOR = 0.1
-"""Share of a step below which all findings together are not what it mostly is."""
+"""If all findings together take less than this share of a step, the verdict names its kernels first."""
 _NAMED = 3
 """Groups of kernels that a verdict names."""
 _WITH_ABOVE = "with the above"
@@ -46,17 +46,17 @@ _FLOOR, _FINDING, _UNEXPLAINED = "floor", "finding", "unexplained"
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """A cell or a run with its budget. `label`: what tells it from the others of its file."""
+    """A cell or a run with its budget. `label`: the values that tell it from the others in its file."""
 
     row: Row
     label: str
     budget: Budget
     calibration: Calibration | None = None
-    """Whose speeds the budget's floor and predictions are of."""
+    """The calibration behind the budget's floor and predictions."""
 
 
 def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) -> tuple[list[Explained], dict[str, int]]:
-    """The budgets in the rows' order, runs last; and the reasons why there is none -> number of records."""
+    """The budgets in the rows' order, runs of scripts last; and reason for no budget -> how often it applied."""
     done, refusals = list[Explained](), dict[str, int]()
     for row in rows:
         record = row.record
@@ -91,9 +91,11 @@ def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) ->
 
 
 def _without_machines(done: Sequence[Explained]) -> list[Explained]:
-    """The same, with labels without the machine and its commit where these tell no two steps apart."""
-    labels = [one.row.label(without=("machine",)) for one in done]
-    return [replace(one, label=label) for one, label in zip(done, labels, strict=True)] if _differ(labels) else [*done]
+    """The same steps, with machine and commit left out of their labels if the labels stay distinct."""
+    labels = [step.row.label(without=("machine",)) for step in done]
+    return (
+        [replace(step, label=label) for step, label in zip(done, labels, strict=True)] if _differ(labels) else [*done]
+    )
 
 
 def _differ(labels: Sequence[str]) -> bool:
@@ -106,8 +108,10 @@ def _calibration(gpu: str | None) -> Calibration | None:
 
 
 def explain_answers(explained: Sequence[Explained]) -> list[Answer]:
-    """One answer: a step's first cause and the change to make; of several steps, how often each cause is first, then those of the
-    step furthest above its floor."""
+    """One answer: a step's first cause and the change to make.
+
+    For several steps it says how often each cause is first, and then answers for the step furthest above its floor.
+    """
     if not explained:
         return []
     worst = furthest(explained)[0]
@@ -124,9 +128,9 @@ def furthest(explained: Sequence[Explained]) -> list[Explained]:
 
 def _first_causes(explained: Sequence[Explained]) -> str:
     """`In 56 of 60 steps precision is first; in 4 host launches.`"""
-    firsts = Counter(CAUSES[one.budget.findings[0].cause].title for one in explained if one.budget.findings)
+    firsts = Counter(CAUSES[step.budget.findings[0].cause].title for step in explained if step.budget.findings)
     if not firsts:
-        return f"In none of {len(explained)} steps an excess was found."
+        return f"No excess was found in any of {len(explained)} steps."
     (title, count), *others = firsts.most_common()
     rest = "".join(f"; in {number} {name}" for name, number in others)
     without = len(explained) - firsts.total()
@@ -140,7 +144,7 @@ def _is(title: str) -> str:
 
 
 def verdict_of(budget: Budget) -> str:
-    """`The step takes 39.3 ms, and the hardware needs at least 3.7 ms. First of the rest: precision, 22.1 ms (62 % of it): ...`"""
+    """`The step takes 39.3 ms, and its work needs at least 3.7 ms. First of the excesses: precision, 22.1 ms, ...`"""
     takes = f"The step takes {ms_words(budget.measured_s)}"
     above_s = budget.measured_s - budget.floor_s
     if not budget.findings:
@@ -150,7 +154,7 @@ def verdict_of(budget: Budget) -> str:
     seen = f"{where}: {evidence_words(first)}."
     if (
         AS_THEY_RUN in budget.floor
-        and sum(found.excess.time_s for found in budget.findings) < _MINOR * budget.measured_s
+        and sum(finding.excess.time_s for finding in budget.findings) < _MINOR * budget.measured_s
     ):
         return f"{takes}; {_as_it_runs(budget)} First of the excesses: {_first_words(first, budget.measured_s, 'step')}{seen}"
     least = "takes" if AS_THEY_RUN in budget.floor else "needs at least"
@@ -165,7 +169,7 @@ def _first_words(first: Finding, whole_s: float, whole: str) -> str:
 
 
 def _as_it_runs(budget: Budget) -> str:
-    """`91.8 % is its kernels as they run (matmul 23.38 ms, attention 4.785 ms); ...`, of a CPU's ops with the longest phase."""
+    """`91.8 % is its kernels as they run (matmul 23.38 ms, attention 4.785 ms); ...`; on a CPU ops, with the longest phase."""
     pieces = "kernels" if budget.on_device else "ops"
     phase = f", of which {_longest_phase(budget, 'is')}" if budget.phases_s else ""
     longest = [f"{group} {ms_words(time_s)}" for group, time_s in _kernels(budget)[:_NAMED]]
@@ -180,13 +184,13 @@ def _kernels(budget: Budget) -> list[tuple[str, float]]:
 
 
 def _longest_phase(budget: Budget, verb: str) -> str:
-    """`backward takes 60.0 %`, of the phases together."""
+    """`backward takes 60.0 %`, as a share of all phases."""
     largest = max(budget.phases_s, key=lambda name: budget.phases_s[name])
     return f"{largest} {verb} {percent(budget.phases_s[largest] / sum(budget.phases_s.values()))} %"
 
 
 def _without_findings(budget: Budget) -> str:
-    """The rest of a verdict without findings: what the largest phase is where no floor is known."""
+    """The end of a verdict without findings; it names the largest phase if no floor is known."""
     if AS_THEY_RUN not in budget.floor and budget.on_device:
         return ", and nothing was found that it waits for."
     where = "for this model or machine" if budget.on_device else "on a CPU"
@@ -197,7 +201,7 @@ def _without_findings(budget: Budget) -> str:
 
 
 def evidence_words(finding: Finding) -> str:
-    """What was seen, with its times as in other sentences."""
+    """The finding's evidence in words, with its times filled in."""
     words = finding.evidence
     for name, time_s in finding.times_s.items():
         words = words.replace(f"{{{name}}}", ms_words(time_s))
@@ -205,7 +209,7 @@ def evidence_words(finding: Finding) -> str:
 
 
 def suggestion_of(budget: Budget) -> str:
-    """The change that should gain most, with its gain and its page; without one, what shows more."""
+    """The change that should gain most, with its gain and page; without such a change, how to see more of the step."""
     best = max(budget.findings, key=lambda finding: finding.gain.time_s, default=None)
     if best is None or best.gain.time_s <= 0:
         return budget.to_see_more
@@ -239,23 +243,23 @@ def span_words(interval: Interval) -> str:
 
 
 def explain_tables(explained: Sequence[Explained]) -> list[Table]:
-    """A table for each budget: the floor, the excesses from the longest on, what is unexplained."""
-    return [_table(one) for one in explained]
+    """A table for each budget: the floor, the excesses with the longest first, and the unexplained rest."""
+    return [_table(step) for step in explained]
 
 
 def first_tables(explained: Sequence[Explained]) -> tuple[list[Table], list[str]]:
     """The tables of the few steps furthest above their floors, as a terminal shows them, with a note about the others."""
     left = len(explained) - _FEW
     steps = f"{left} more step{'s' if left > 1 else ''}, nearer to the floor: add --all."
-    return [_table(one) for one in furthest(explained)[:_FEW]], [steps] if left > 0 else []
+    return [_table(step) for step in furthest(explained)[:_FEW]], [steps] if left > 0 else []
 
 
 def explain_sections(explained: Sequence[Explained]) -> list[Section]:
-    """The section of the page: a bar for each step, then the budgets, those furthest above their floor first, that one open."""
+    """The section of the page: a bar for each step, then the budgets; the step furthest above its floor is first and open."""
     first = furthest(explained)
     if not first:
         return []
-    tables = [_table(first[0]), *(replace(_table(one), folded=True) for one in first[1:])]
+    tables = [_table(first[0]), *(replace(_table(step), folded=True) for step in first[1:])]
     title = "Where the time of the step goes" if len(first) == 1 else "Where the time of the steps goes"
     return [Section(title=title, charts=(budget_chart(first),), tables=tuple(tables))]
 
@@ -264,18 +268,18 @@ def budget_chart(explained: Sequence[Explained]) -> Chart:
     """A stacked bar for each of the first steps: the floor, each cause's excess, the unexplained rest; as shares of the step."""
     left = len(explained) - _MOST_BARS
     explained = explained[:_MOST_BARS]
-    names = short_labels([one.label for one in explained])
+    names = short_labels([step.label for step in explained])
     height = 150 + 24 * len(names)
     panels = Panels(titles=[""], columns=1, x_title="share of the step (%)", y_title="")
     panels.axis = {"type": "category", "autorange": "reversed", "categoryarray": names}
     parts = [
-        (_FLOOR, [one.budget.floor_s for one in explained], "theme:grey"),
+        (_FLOOR, [step.budget.floor_s for step in explained], "theme:grey"),
         *_excesses(explained),
-        ("unexplained", [one.budget.unexplained_s for one in explained], INK),
+        ("unexplained", [step.budget.unexplained_s for step in explained], INK),
     ]
     for title, times, colour in parts:
         if any(times):
-            shares = [100 * time_s / one.budget.measured_s for time_s, one in zip(times, explained, strict=True)]
+            shares = [100 * time_s / step.budget.measured_s for time_s, step in zip(times, explained, strict=True)]
             hover = [lines_of(name, f"{title}: {ms_words(time_s)}") for name, time_s in zip(names, times, strict=True)]
             panels.add(0, bar(title, shares, names, colour=colour, hover=hover, orientation="h"))
     count = f" The tables have {left} more, nearer to the floor." if left > 0 else ""
@@ -286,9 +290,9 @@ def budget_chart(explained: Sequence[Explained]) -> Chart:
 def _excesses(explained: Sequence[Explained]) -> Iterator[tuple[str, list[float], str]]:
     """The title of each cause, its time in every step and a colour; those with the largest shares first, the rest together."""
     shares = dict[str, float]()
-    for one in explained:
-        for finding in one.budget.findings:
-            share = finding.excess.time_s / one.budget.measured_s
+    for step in explained:
+        for finding in step.budget.findings:
+            share = finding.excess.time_s / step.budget.measured_s
             shares[finding.cause] = shares.get(finding.cause, 0.0) + share
     causes = sorted(shares, key=lambda cause: -shares[cause])
     named = causes if len(causes) <= len(_COLOURS) else causes[: len(_COLOURS) - 1]
@@ -296,7 +300,8 @@ def _excesses(explained: Sequence[Explained]) -> Iterator[tuple[str, list[float]
     groups += [("other causes", set(causes) - set(named))] if len(causes) > len(named) else []
     for (title, alike), colour in zip(groups, _COLOURS, strict=False):
         times = [
-            sum(finding.excess.time_s for finding in one.budget.findings if finding.cause in alike) for one in explained
+            sum(finding.excess.time_s for finding in step.budget.findings if finding.cause in alike)
+            for step in explained
         ]
         yield title, times, colour
 
@@ -329,7 +334,7 @@ def _table(one: Explained) -> Table:
 
 
 def _once(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The lines with the gain of each change in its first line only."""
+    """The lines; if several have the same change, only the first shows its gain."""
     seen = list[dict[str, Any]]()
     for line in lines:
         change = line["change"]
@@ -341,7 +346,7 @@ def _once(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
-    """The rows, with every key in each, in the units of their names."""
+    """The rows of a budget's table. Every row has all keys; their names give the units."""
     for part, time_s in budget.floor.items():
         groups = _kernels(budget) if part == AS_THEY_RUN else []
         for group, group_s in groups:

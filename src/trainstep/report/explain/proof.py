@@ -1,4 +1,4 @@
-"""Shows a proof: its answer, the predicted beside the measured gain of each change, and the winning options as TOML.
+"""Shows a proof: its answer, the predicted and measured gain of each change, and the winning options as TOML.
 
 proof_answer(label, proof), proof_table(one, proof), proof_toml(label, proof, ...)
 """
@@ -21,11 +21,11 @@ from trainstep.report.step.preset import interval_words, step_fields, toml_value
 TIMING_FIELDS = frozenset(
     ("steps", "warmups", "seed", "window_steps", "check_agreement", "workload", "nvtx", "cold_compile")
 )
-"""Options that say how a step is timed, and not what it is: the file leaves them to its user. So is `sync` of a single process."""
+"""Options of how a step is timed, not of the step itself. The file leaves them out, and `sync` of a single process too."""
 
 
 def proof_answer(label: str, proof: Proof, out_config: str | None = None, command: str | None = None) -> Answer:
-    """What was proved, how many predictions held, and what to run with it: `command`, of a script."""
+    """The answer: what was proved, how many predictions held, and how to use it. `command`: runs the script with the changes."""
     left = (
         f" The budget is spent; the same command goes on. Not tried: {listed(proof.untried)}." if proof.untried else ""
     )
@@ -38,13 +38,13 @@ def proof_answer(label: str, proof: Proof, out_config: str | None = None, comman
         if out_config is not None:
             use = f"`trainstep {verb} --config {out_config}` takes these options."
         elif command is not None:
-            use = f"`{command}` makes these changes from outside."
+            use = f"`{command}` runs the script with these changes; the script itself stays as it is."
     return Answer(workload="explain", verdict=f"{label}: {_verdict(proof)}{_held_words(proof)}{left}", suggestion=use)
 
 
 def _verdict(proof: Proof) -> str:
     if proof.trouble:
-        return f"nothing was proved, because the original does not serve: {proof.trouble}"
+        return f"nothing was proved, because the original cannot be used: {proof.trouble}"
     if proof.start_s is None:
         return "nothing was tried yet."
     compared = [tried for tried in proof.singles if tried.step.comparison]
@@ -79,8 +79,8 @@ def _verdict(proof: Proof) -> str:
 
 
 def _held_words(proof: Proof) -> str:
-    """` Of 3 predictions that were measured, 2 held.`"""
-    words = [held for tried in proof.singles if (held := tried.held(proof.measured_s))]
+    """` Of 3 predicted gains that were measured, 2 word.`"""
+    words = [word for tried in proof.singles if (word := tried.held(proof.measured_s))]
     if not words:
         return ""
     count, inside, unsure = len(words), words.count("yes"), words.count("cannot tell")
@@ -94,8 +94,10 @@ def _fields_words(tried: Tried) -> str:
 
 
 def proof_table(one: Explained, proof: Proof) -> Table:
-    """A line for each change: what was predicted and measured, and whether the prediction held; then all together, and what was
-    compared a second time."""
+    """A line for each change: its predicted and measured gain, and whether the prediction held.
+
+    Then follow all changes together, and the changes that were compared a second time.
+    """
     columns = [
         Column("change", TEXT, "name", names=True),
         Column("predicted (ms)", MS, "predicted_gain_s", optional=True, help="gain that explain predicts"),
@@ -127,7 +129,7 @@ def proof_table(one: Explained, proof: Proof) -> Table:
 def _note(proof: Proof) -> str:
     spread = "" if proof.spread is None else f" Losses of two runs of the original differ by {proof.spread:.2g}."
     if proof.unchecked:
-        spread = f" Whether a change keeps the losses, nobody can tell: {proof.unchecked}."
+        spread = f" Whether a change keeps the losses cannot be checked: {proof.unchecked}."
     left_out = "".join(f" Not among all together: {name}, because {why}." for name, why in proof.left_out)
     return (
         f"Gains are of the explained step's {ms_words(proof.measured_s)}; each change was interleaved with the original in fresh "
@@ -136,7 +138,7 @@ def _note(proof: Proof) -> str:
 
 
 def _line(proof: Proof, tried: Tried, kind: str) -> dict[str, Any]:
-    """A row, with every key, in the units of their names."""
+    """A row of the table. It has all keys; their names give the units."""
     candidate, step = tried.candidate, tried.step
     gain = tried.measured(proof.measured_s)
     is_whole = kind == "together"

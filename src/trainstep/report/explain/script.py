@@ -1,4 +1,4 @@
-"""Shows what to write in somebody's own script: a line for each finding, and a patch where calls were recognised."""
+"""Shows the lines to write in a user's own script, one for each finding, and a patch where calls were recognised."""
 
 from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.script_patch import ToWrite
@@ -54,6 +54,6 @@ def script_table(one: Explained, to_write: list[ToWrite]) -> Table:
 
 
 def patch_table(one: Explained, patch: str) -> Table:
-    """The patch as a row of JSON, and nothing to see."""
+    """The patch as a row for JSON only; the table shows nothing."""
     raw = [{"cell": one.label, "kind": "patch", "patch": patch}]
     return Table.of(f"Patch: {one.label}", [], [Column("patch", TEXT)], raw=raw)

@@ -1,4 +1,4 @@
-"""A profiler's trace as a row that can be explained: `rows_of_traces([Path("trace.json.gz")], limits)`."""
+"""Makes a profiler's trace a row that `explain` can use: `rows_of_traces([Path("trace.json.gz")], limits)`."""
 
 import dataclasses
 import functools
@@ -22,22 +22,22 @@ from trainstep.traces.work import TraceWork, read_work
 
 _ENDINGS = (".json", ".json.gz", ".sqlite", ".nsys-rep", ".qdrep")
 _LOADER = "enumerate(DataLoader)"
-"""Begins the name of torch's own ranges around a DataLoader's next batch."""
+"""Prefix of torch's own ranges around a DataLoader's next batch."""
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file is named as a profiler's trace is: records are .jsonl."""
+    """Whether a file is named like a profiler's trace; records end in .jsonl."""
     return path.name.endswith(_ENDINGS)
 
 
 def rows_of_traces(paths: Sequence[Path], limits: ReadLimits) -> list[Row]:
-    """A row for each trace, read in a process with these limits. ValueError of one sentence for what is no trace."""
-    seen = [(path, read_within(limits, path, functools.partial(_seen, path, limits))) for path in paths]
-    return rows_of([(str(path), _record(path, trace)) for path, trace in seen])
+    """A row for each trace, read in a process with these limits. ValueError, in one sentence, for a file that is no trace."""
+    traces = [(path, read_within(limits, path, functools.partial(_seen, path, limits))) for path in paths]
+    return rows_of([(str(path), _record(path, trace)) for path, trace in traces])
 
 
 class _Seen(NamedTuple):
-    """What a trace shows; `data_s`: of each step. `patterns`: None of a trace without shapes."""
+    """The contents of a trace. `data_s`: each step's wait for data. `patterns`: None for a trace without shapes."""
 
     profile: Profile
     gpu: str | None
@@ -52,9 +52,9 @@ def _seen(path: Path, limits: ReadLimits) -> _Seen:
 
 def _seen_in(trace: Trace) -> _Seen:
     work = read_work(trace)
-    found = find_patterns(work)
-    patterns = found.table() if has_shapes(work) else None
-    return _Seen(profile_of(trace), trace.gpu, patterns, _data_s(work), found.sixteen_bit)
+    step_patterns = find_patterns(work)
+    patterns = step_patterns.table() if has_shapes(work) else None
+    return _Seen(profile_of(trace), trace.gpu, patterns, _data_s(work), step_patterns.sixteen_bit)
 
 
 def _record(path: Path, seen: _Seen) -> Record:

@@ -19,7 +19,7 @@ from trainstep.report.kit.rows import Row, flat_config, known_mfu, machines, of_
 from trainstep.report.kit.visible import one_line
 
 _DISTURBED = 0.8
-"""A profiler slows a step. If the profiled step takes less than this share of the others' time, these were disturbed."""
+"""A profiler slows a step. If the profiled step takes less than this share of the timed steps' time, those were disturbed."""
 Configs = Sequence[dict[str, object]]
 _SUMMARISED = ("batch_size", "precision", "attention", "compile", "mode")
 _ATTENTION = ("direction", "mask", "dtype", "head_dim", "seq")
@@ -109,7 +109,7 @@ def profiler_notes(fact: Callable[[str], Any]) -> list[str]:
     replayed, fallback, assigned = (fact(f"{name}_share") for name in ("replayed", "fallback", "assigned"))
     if replayed is not None and fallback is not None:
         paragraphs.append(
-            f"{percent(replayed)} % of all device time is a graph's and has its phase by the order of an eager step; "
+            f"{percent(replayed)} % of all device time was replayed by a graph and got its phase from the order of an eager step; "
             f"{percent(fallback)} % has that of the work before it."
         )
     elif fallback is not None and assigned is not None:
@@ -124,7 +124,9 @@ def profiler_notes(fact: Callable[[str], Any]) -> list[str]:
     if split := fact("trace_split"):
         paragraphs.append(str(split))
     if path := fact("trace_file"):
-        read = "" if replayed is not None else ", or with --from"  # a graph's kernels alone have no phases
+        read = (
+            "" if replayed is not None else ", or with --from"
+        )  # without an eager step, a graph's kernels have no phases
         paragraphs.append(f"The trace of one step is in {path}: open it at https://ui.perfetto.dev{read}.")
     return paragraphs
 

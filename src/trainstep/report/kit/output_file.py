@@ -4,7 +4,7 @@
     write_output("page", Path("page.html"), "html", text)
 
 An existing file is replaced if it is empty or recognised as output of that format: a page by its head; Markdown, LaTeX and plain
-text by their last line, which is added here; files of options by their first; CSV and JSON, which cannot carry a mark, by
+text by their last line, which is added here; files of options by their first line; CSV and JSON, which cannot carry a mark, by
 columns that every report of records has.
 """
 
@@ -24,7 +24,7 @@ FIRST_LINES = {
     "options": "# Options that trainstep plan --minimize chose.",
     "proof": "# Options that trainstep explain --prove chose.",
 }
-"""Of TOML files that `--config` reads, which their writers begin with these."""
+"""First lines of the TOML files that `--config` reads, by format."""
 _PAGE = b'<meta name="generator" content="trainstep">'
 _EARLIER_PAGE = (
     b"<!DOCTYPE html>\n"
@@ -60,10 +60,10 @@ def check_output(option: str, path: Path, format: str) -> None:
     """ValueError, naming the option, if the file cannot be written, or exists and is not output of this format."""
     try:
         check_writable(path)
-        ours = not os.path.exists(path) or _is_ours(path, format)
+        may_write = not os.path.exists(path) or _is_ours(path, format)
     except OSError as error:
         raise ValueError(f"{option}: {path} cannot be written: {error.strerror}; name another file") from None
-    if not ours:
+    if not may_write:
         kind = _NAMES[format]
         raise ValueError(
             f"{option}: {path} does not look like a {kind} that this version of trainstep wrote; name another file, or "

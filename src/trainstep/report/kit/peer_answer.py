@@ -16,7 +16,7 @@ PLAIN_ERRORS: Mapping[str, str] = {"error_output": "error_same_dtype"} | {
 }
 """An implementation's error -> that of plain PyTorch in the same dtype."""
 _WRONG = 10
-"""How many times plain PyTorch's error a result may have before it counts as wrong, not as less accurate."""
+"""A result whose error is over this many times plain PyTorch's counts as wrong, not as less accurate."""
 _LEAST_WRONG = 1e-3
 """The least error of a wrong result: long sums in fp32 have over ten times the error of short ones, and are right."""
 HOW_TIMED = ("steps", "warmups")
@@ -55,7 +55,7 @@ def peer_answer(
 
 
 def _repeat_words(best: Sequence[Ratio]) -> str:
-    """What may decide the configurations without a verdict; empty if there are none."""
+    """The option that may decide configurations without a verdict; empty if there are none."""
     unsure = [ratio for ratio in best if not is_judged(ratio) or (ratio.known and ratio.known.word == "cannot tell")]
     if not unsure:
         return ""
@@ -65,7 +65,7 @@ def _repeat_words(best: Sequence[Ratio]) -> str:
 
 
 def is_wrong(row: Row) -> bool:
-    """Whether a result is NaN or its error far over that of plain PyTorch in the same dtype: a fast wrong result is no peer."""
+    """Whether a result has NaN, or an error far above plain PyTorch's in the same dtype; a fast wrong result is no peer."""
     fact = row.record.fact
     return bool(fact("has_nan")) or any(
         (fact(name) or 0.0) > max(_WRONG * plain, _LEAST_WRONG)
@@ -83,7 +83,7 @@ def _wrong_words(rows: Sequence[Row]) -> str:
 
 
 def _apart_words(best: Sequence[Ratio]) -> str:
-    """A sentence if compared cells were not interleaved: what changed between two processes is part of their ratio."""
+    """A sentence if compared cells were not interleaved, because a change between two processes is part of their ratio."""
     apart = [ratio for ratio in best if ratio.known and ratio.known.interleaving == "none"]
     some = f" in {len(apart)}" if len(apart) < len(best) else ""
     return f" Not interleaved{some}: one process after the other." if apart else ""
@@ -110,15 +110,15 @@ def _against_best(best: Sequence[Ratio], works: Sequence[Configuration]) -> str:
         parts.append(f"no verdict in {len(alike)} ({reason})")
     if judged:
         over = f" over the {len(judged)} with a verdict" if len(judged) < len(best) else ""
-        theirs = "theirs" if len(peers) > 1 else f"{next(iter(peers))}'s"
-        parts.append(f"its time is {ratio_words(mean_ratio(judged))} of {theirs} in the geometric mean{over}")
+        peer_words = "theirs" if len(peers) > 1 else f"{next(iter(peers))}'s"
+        parts.append(f"its time is {ratio_words(mean_ratio(judged))} of {peer_words} in the geometric mean{over}")
     unmet = f" ({len(works) - len(best)} more have no peer)" if len(works) > len(best) else ""
     peer = f"the fastest peer of each of {len(best)}" if several else f"{next(iter(peers))} in {len(best)}"
     return f"Against {peer} configurations, {'; '.join(parts)}{unmet}."
 
 
 def _shared_words(ratios: Sequence[Ratio], among: Sequence[Ratio]) -> str:
-    """` (all with dtype fp32)`: the values that all of several configurations share and not all others have; mostly empty."""
+    """` (all with dtype fp32)`: values that these configurations share, if there are several, and that not all of `among` have."""
     points = [ratio.row.point for ratio in ratios]
     shared = [
         f"{name} {value}"
@@ -143,9 +143,9 @@ def _against_one(ratio: Ratio, among: str) -> str:
 
 
 def _where_slower(best: Sequence[Ratio], works: Sequence[Configuration]) -> str:
-    """The peers to use where our kernels are slower over all that training runs, and where they are slower in one pass alone.
+    """The peers to use where our kernels are slower for training, and where our kernels are slower in one pass alone.
 
-    Empty if they are slower nowhere.
+    Empty if our kernels are slower nowhere.
     """
     slower = [ratio for ratio in best if _is_slower(ratio) and not _is_wrong_elsewhere(ratio, works)]
     whole = {id(ratio): _over_both(ratio, works) for ratio in slower}
@@ -196,7 +196,7 @@ def _is_wrong_elsewhere(ratio: Ratio, works: Sequence[Configuration]) -> bool:
 def _over_both(ratio: Ratio, works: Sequence[Configuration]) -> Ratio | None:
     """Our time over the peer's for forward and backward of the same shape; None if the record does not have both passes.
 
-    Without a cell that timed both together, call i of forward and call i of backward count as one.
+    Without a cell that timed both together, call i of forward and call i of backward count as direction.
     """
     own = next(work for work in works if work.cells.get(OURS) is ratio.row)
     shape, peer = own.row.rest("direction"), implementation(ratio.base)
@@ -209,8 +209,8 @@ def _over_both(ratio: Ratio, works: Sequence[Configuration]) -> Ratio | None:
         return ratio_of(passes["both"][peer], passes["both"][OURS], TIME)
     if not {"forward", "backward"} <= passes.keys():
         return None
-    theirs, ours = ([passes[one][name] for one in ("forward", "backward")] for name in (peer, OURS))
-    return ratio_of(_added(theirs), _added(ours), TIME)
+    peer_rows, our_rows = ([passes[direction][name] for direction in ("forward", "backward")] for name in (peer, OURS))
+    return ratio_of(_added(peer_rows), _added(our_rows), TIME)
 
 
 def _added(rows: Sequence[Row]) -> Row:
@@ -221,9 +221,9 @@ def _added(rows: Sequence[Row]) -> Row:
 
 
 def _both_words(over: Ratio) -> str:
-    """`forward and backward together take 2.40 ms for 2.68, so keep it for training`."""
-    ours, theirs = (median_s(row) or 0.0 for row in (over.row, over.base))
-    together = f"forward and backward together take {seconds_words(ours)} for {seconds_words(theirs)}"
+    """`forward and backward together take 2.40 ms for 2.68 ms, a ratio of ..., so keep trainstep for training`."""
+    our_s, peer_s = (median_s(row) or 0.0 for row in (over.row, over.base))
+    together = f"forward and backward together take {seconds_words(our_s)} for {seconds_words(peer_s)}"
     word = over.known.word if over.known else ""
     if word == "faster":
         return f"{together}, a ratio of {interval_words(over)}, so keep trainstep for training"
@@ -232,7 +232,7 @@ def _both_words(over: Ratio) -> str:
 
 
 def _host_words(slower: Sequence[Ratio]) -> str:
-    """Where a call of ours takes longer although the GPU works less for it; empty if that is nowhere."""
+    """Where a call of ours takes longer although the GPU works less for it; empty if there is no such call."""
     busy = [(ratio, *(row.record.fact("device_busy_s") for row in (ratio.row, ratio.base))) for ratio in slower]
     host = [(ours_s, theirs_s) for _, ours_s, theirs_s in busy if ours_s and theirs_s and ours_s < theirs_s]
     if not host:

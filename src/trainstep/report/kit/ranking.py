@@ -1,7 +1,7 @@
 """Ranks cells by time: a cell is fastest only if the intervals of its ratios separate it from the others.
 
 A cell is slower than another if the 99 % interval of their time ratio excludes 1 and the ratio exceeds the minimum effect
-(records/compare.py). With fewer than five samples, or between unlike environments, there is no verdict.
+(records/compare.py). With fewer than five samples, or between different environments, there is no verdict.
 """
 
 from collections.abc import Callable, Sequence
@@ -94,7 +94,7 @@ class Ranking:
     alike: tuple[Ratio, ...]
     """No difference to the first is measurable."""
     unknown: tuple[Ratio, ...]
-    """No verdict: too few samples, too wide an interval, or unlike environments."""
+    """No verdict: too few samples, too wide an interval, or different environments."""
     slower: tuple[Ratio, ...]
     """Slower by the interval; the least slow comes first."""
 
@@ -269,7 +269,7 @@ def no_verdict_words(ratio: Ratio) -> str:
 
 
 def _host_words(word: str, ratios: Sequence[Ratio]) -> str:
-    """`; limited by the host there: the GPU works for 30.2 % of the step`, where that may be all that makes cells slower."""
+    """`; limited by the host there: the GPU works for 30.2 % of the step`, if that alone may make cells slower."""
     limited = [ratio.row.record for ratio in ratios if host_limit(ratio.row.record) == LAUNCH_BOUND]
     if word != "slower" or not limited:
         return ""
@@ -284,7 +284,7 @@ def _host_words(word: str, ratios: Sequence[Ratio]) -> str:
 
 
 def _unlike_words(word: str) -> str:
-    """How a sentence says that there is no verdict of faster or slower: with the word that the tables have."""
+    """Words for a verdict that is neither faster nor slower, with the same word as in the tables."""
     return "cannot be told apart" if word == "cannot tell" else f"differs by {word}"
 
 

@@ -25,7 +25,9 @@ def memory_answer(rows: Sequence[Row]) -> Answer | None:
     size, row = max(sized, key=lambda pair: pair[0])
     name = row.label(without=needless(rows))
     most = f", the most of {len(rows)} cells" if len(rows) > 1 else ""
-    ledger = {line: held for line, held in ledger_of(row.record, "peak").items() if line in HELD and held}
+    ledger = {
+        line: held_bytes for line, held_bytes in ledger_of(row.record, "peak").items() if line in HELD and held_bytes
+    }
     part, part_bytes = max(ledger.items(), key=lambda item: item[1], default=("", 0))
     parts = f": {percent(part_bytes / size)} % {part} ({byte_words(part_bytes)})" if part_bytes else ""
     driver_bytes = row.record.fact("driver_bytes")
@@ -78,9 +80,9 @@ def _shard(record: Record, ledger: Ledger) -> tuple[float, str] | None:
     if record.config.get("sync") in ("fsdp", "torch_fsdp2") or record.config.get("mode") != "step":
         return None
     ranks = max(2, int(record.config.get("ranks", 1)))
-    held = sum(ledger.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
+    state_bytes = sum(ledger.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
     change = f"Over {ranks} ranks, `--ranks {ranks} --sync fsdp` (each rank holds 1/{ranks} of parameters, gradients and state)"
-    return held * (1 - 1 / ranks), change
+    return state_bytes * (1 - 1 / ranks), change
 
 
 def _narrow(record: Record, ledger: Ledger) -> tuple[float, str] | None:

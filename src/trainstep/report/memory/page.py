@@ -100,11 +100,11 @@ def _ranks_words(record: Record) -> str:
 
 def _peak_words(record: Record) -> str:
     """The phase of the peak, and the three largest categories there."""
-    held = {name: size for name, size in ledger_of(record, "peak").items() if name in _COLOURS and size > 0}
-    total = sum(held.values())
+    sizes = {name: size for name, size in ledger_of(record, "peak").items() if name in _COLOURS and size > 0}
+    total = sum(sizes.values())
     if not total:
         return ""
-    largest = sorted(held.items(), key=lambda item: -item[1])[:3]
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {byte_words(size)} ({100 * size / total:.0f} %)" for name, size in largest)
     return f"The step peaks in {record.fact('timeline_peak_phase')} at {byte_words(total)}: {named}."
 

@@ -20,19 +20,19 @@ _BEFORE = "before the history began"
 
 
 def snapshot_tables(timeline: MemoryTimeline, *, min_share: float) -> list[Table]:
-    """The totals, the memory by origin and the largest allocations, at the highest moment; it is no peak if the ring was full."""
+    """The totals, the memory by origin and the largest allocations at the fullest moment; no peak if the ring was full."""
     peak = timeline.peak()
-    held = _held_at(timeline, peak)
-    return [_totals(timeline, peak), _by_origin(held), _largest(held, min_share)]
+    allocations = _held_at(timeline, peak)
+    return [_totals(timeline, peak), _by_origin(allocations), _largest(allocations, min_share)]
 
 
 def snapshot_answer(timeline: MemoryTimeline) -> Answer:
     """The bytes allocated at the peak, and the origin of most of them."""
     peak = timeline.peak()
-    held = _held_at(timeline, peak)
-    by_origin = grouped(held, origin)
+    allocations = _held_at(timeline, peak)
+    by_origin = grouped(allocations, origin)
     largest = max(by_origin, key=lambda name: _bytes(by_origin[name]), default="")
-    share = percent(_bytes(by_origin[largest]) / (_bytes(held) or 1)) if by_origin else ""
+    share = percent(_bytes(by_origin[largest]) / (_bytes(allocations) or 1)) if by_origin else ""
     most = f", {share} % of it in {largest}" if by_origin else ""
     size = byte_words(int(timeline.allocated_bytes[peak]))
     what = "highest point of the remaining history" if timeline.snapshot.history_is_full else "peak"

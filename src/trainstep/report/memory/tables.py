@@ -237,7 +237,7 @@ def doubts(record: Record) -> str:
     if (record.fact("allocated_residual_share") or 0) > 0.01:
         reasons.append("over 1 % of the allocated memory has no category")
     if (record.fact("driver_residual_share") or 0) > 0.01 and (record.fact("driver_residual_bytes") or 0) > 2**26:
-        reasons.append(f"{byte_words(record.fact('driver_residual_bytes'))} of the driver's number are unexplained")
+        reasons.append(f"{byte_words(record.fact('driver_residual_bytes'))} of the driver's figure are unexplained")
     return "; ".join(reasons)
 
 
@@ -254,7 +254,7 @@ def _each(row: Row) -> list[float] | None:
 
 
 _EACH = Form(text=lambda parts: f"{' + '.join(f'{part:.3g}' for part in parts)} = {sum(parts):.3g}", sort=sum)
-"""`4 + 4 + 8 = 16`"""
+"""Form of bytes per parameter: `4 + 4 + 8 = 16`."""
 _EXACT = Form(text=lambda size: f"{size:,} B" if abs(size) < 100_000 else byte_words(size))
 _PEAKS = (
     *(Column(name, ROUGH_SIZE, _SIZES[name], optional=True, note=note) for name, note in _SIZE_NOTES.items()),

@@ -77,7 +77,7 @@ def _trade(group: Sequence[Row], apart: Sequence[Row], place: str) -> str:
 
 
 def _work_words(group: Sequence[Row]) -> str:
-    """What the GPU works in each precision, where the host limits a step and so its time says little; else empty."""
+    """The GPU's work time in each precision, if the host limits a step and its time therefore says little; else empty."""
     busy = [(precision_of(row), row.record.fact("device_busy_s")) for row in group]
     fp32_s = next((busy_s for name, busy_s in busy if name == "fp32"), None)
     if (

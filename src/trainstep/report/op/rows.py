@@ -1,4 +1,4 @@
-"""Names the rows of ops by op, shape, direction and dtype, groups them by configuration (the same work), and has their rates."""
+"""Names the rows of ops by op, shape, direction and dtype, groups them by configuration (the same work), and computes rates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ def _point(row: Row) -> dict[str, object]:
 
 
 def shape_words(record: Record) -> str:
-    """`8192 x 4096`; of rotary `8192 x 32 x 128`, or `8192 x 32 + 8 x 128` with fewer heads of keys."""
+    """`8192 x 4096`; for rotary `8192 x 32 x 128`, or `8192 x 32 + 8 x 128` with fewer heads of keys than of queries."""
     sizes = {name: record.config.get(name) for name in SIZES.get(record.config["op"], ())}
     if sizes.get("key_heads") not in (None, sizes.get("heads")):
         sizes["heads"] = f"{sizes['heads']} + {sizes['key_heads']}"
@@ -72,7 +72,7 @@ def _per_s(row: Row, name: str) -> float | None:
 
 
 def copy_share(row: Row, ceilings: Sequence[Row]) -> float | None:
-    """The rate over that of a copy within the same device's memory; None if these rows have no such copy."""
+    """The rate over that of a copy within the same device's memory; None if `ceilings` has no such copy."""
     rate, chip = bytes_per_s(row), _chip(row)
     copies = [
         other.record.fact("rate")

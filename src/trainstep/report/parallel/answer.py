@@ -75,7 +75,7 @@ def parallel_answer(rows: Sequence[Row]) -> Answer | None:
 
 
 def _more_pairs(ranking: Ranking) -> str:
-    """What settles a ranking with too few pairs; empty if it has enough."""
+    """How to settle a ranking with too few pairs; empty if it has enough."""
     few = [ratio for ratio in ranking.unknown if ratio.known and ratio.known.paired and ratio.known.n < MINIMUM_PAIRS]
     return f"Repeat with `--rounds {MINIMUM_PAIRS}` for a verdict." if few else ""
 
@@ -101,14 +101,14 @@ def _cost(strategy: StrategyRow) -> str:
 
 
 def _in_windows(strategy: StrategyRow) -> str:
-    """What is left of a single step's cost in windows of steps, if they do not confirm it.
+    """The cost of communication in windows of steps, if they do not confirm a single step's cost.
 
     A single step ends with a wait for the device, which charges it for messages that the next step would hide.
     """
     ratio = strategy.ratio(_WINDOW)
     if ratio is None or not is_judged(ratio) or (ratio.known and ratio.known.verdict == "slower"):
         return ""
-    return f" In windows of several steps, without a wait between them, a cost does not show: {longer_words(ratio)}."
+    return f" Windows of several steps, without a wait between them, show no cost: {longer_words(ratio)}."
 
 
 def _cost_share(strategy: StrategyRow) -> float:

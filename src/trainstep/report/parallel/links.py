@@ -17,7 +17,7 @@ _NOTE = (
     "bandwidth are fitted over the sizes of one run; without a fit the bandwidth is the largest size's. Slowest first."
 )
 _WORTH = 0.05
-"""The least difference of two ranks, or links, that is told in a sentence."""
+"""The least difference of two ranks, or of two links, for which there is a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,8 +106,8 @@ class StrategyRow:
     def communication(self) -> Mapping[str, float | None]:
         """Times of a profiled step's messages, on the rank that waited least for others; rank 0's if it alone is recorded.
 
-        Every rank's messages end together. A rank that comes early waits longest, which says how late the others are; what
-        the messages themselves take, and what of it nothing hides, is seen on the rank that comes last.
+        Every rank's messages end together. A rank that comes early waits longest, which shows how late the others are; the
+        messages' own time, and the part of it that is exposed, are those of the rank that comes last.
         """
         lines = [line for line in self.lines("communication") if line["waiting_s"] is not None]
         if lines:
@@ -268,13 +268,13 @@ def _driver_table(strategies: Sequence[StrategyRow]) -> list[Table]:
 
 
 def _explained(strategy: StrategyRow) -> dict[str, int]:
-    held = {name: size for name, (size, _) in held_by(strategy).get("after step", {}).items()}
+    sizes = {name: size for name, (size, _) in held_by(strategy).get("after step", {}).items()}
     context, nccl = strategy.record.fact("context_bytes"), strategy.record.fact("nccl_bytes", 0)
     # The driver counts the whole GPU: with interleaved variants its figure includes all of their processes.
-    if "driver" not in held or context is None or strategy.record.fact("interleaving") == "live":
+    if "driver" not in sizes or context is None or strategy.record.fact("interleaving") == "live":
         return {}
-    rest = held["driver"] - held["reserved"] - context - nccl
-    return {**held, "cached": held["reserved"] - held["allocated"], "context": context, "NCCL": nccl, "rest": rest}
+    rest = sizes["driver"] - sizes["reserved"] - context - nccl
+    return {**sizes, "cached": sizes["reserved"] - sizes["allocated"], "context": context, "NCCL": nccl, "rest": rest}
 
 
 def _seconds(*names: str) -> list[Column]:

@@ -1,1 +1,1 @@
-"""Tables of predictions, and of what became of them."""
+"""Tables of predictions, and of how accurate they were."""

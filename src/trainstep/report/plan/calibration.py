@@ -1,4 +1,4 @@
-"""The answer about a calibration: what the machine reaches, and how to plan with it."""
+"""The answer for a calibration: the rates that the machine reaches, and how to plan with them."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from trainstep.report.kit.forms import byte_words, listed, rate_words
 from trainstep.report.kit.rows import Row
 
 _LARGE_BYTES = 2**28
-"""Bandwidth is that of a copy of this size."""
+"""Size of the copy whose rate is given as bandwidth."""
 
 
 def calibration_answer(rows: Sequence[Row]) -> Answer | None:
@@ -18,7 +18,7 @@ def calibration_answer(rows: Sequence[Row]) -> Answer | None:
         try:
             calibration = calibration_of(row.record)
         except ValueError:
-            continue  # a record without its tables
+            continue  # this record has no tables of a calibration
         parts = [
             f"{rate_words(speed.flops_per_s, 'flop/s')} in {dtype} matmuls"
             for dtype, speed in calibration.matmuls.items()
@@ -36,7 +36,7 @@ def calibration_answer(rows: Sequence[Row]) -> Answer | None:
 
 
 def _largest_bytes(row: Row) -> int:
-    """The most bytes of a measured contiguous kernel: no bandwidth is known beyond."""
+    """The most bytes of a measured contiguous kernel; the bandwidth of larger ones is unknown."""
     table = row.record.tables["traffic"]
     sizes = [size for kind, size in zip(table["kind"], table["bytes"], strict=True) if kind == Kind.CONTIGUOUS]
     return int(max(sizes))

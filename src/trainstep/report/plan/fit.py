@@ -1,4 +1,4 @@
-"""The largest value that fits in words, as a table, and for programs."""
+"""Shows the largest value that fits: in words, as a table, and for programs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def fit_answer(found: LargestFit, gpu: str | None, gpu_memory_bytes: int, trial:
 
 
 def fit_table(found: LargestFit) -> Table:
-    """The values at both limits, and the first that does not fit."""
+    """The largest values that surely and that probably fit, and the first that does not fit."""
     sure = None if found.surely is None else found.surely.value
     probably = None if found.probably is None or found.probably.value == sure else found.probably
     named = (("surely", found.surely), ("probably", probably), ("no", found.above))

@@ -1,4 +1,4 @@
-"""A fleet's step in words, tables and JSON: scaling against one node, messages by level, and what was assumed of links."""
+"""A fleet's step in words, tables and JSON: scaling against one node, messages by operation and level, and the links assumed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from trainstep.report.kit.tables import Column, Table
 from trainstep.report.plan.time import utilisation
 
 _WORTH = 0.98
-"""The most that groups of ranks may take of a step's time to be advised."""
+"""Groups of ranks are advised if the step would take at most this share of its time with them."""
 
 
 def fleet_words(fleet: FleetTime | None) -> str:
@@ -25,7 +25,7 @@ def fleet_words(fleet: FleetTime | None) -> str:
 
 
 def _groups_words(fleet: FleetTime) -> str:
-    """Whether averages across groups of a node's ranks would be faster; nothing if they are not, or if there are groups."""
+    """Whether averaging in groups of a node's ranks would be faster; empty if not, or if the step has groups already."""
     if fleet.in_groups is None:
         return ""
     share, of_node = fleet.in_groups.step.time_s / fleet.time.step.time_s, fleet.topology.gpus_per_node
@@ -35,7 +35,7 @@ def _groups_words(fleet: FleetTime) -> str:
 
 
 def fleet_tables(fleet: FleetTime | None) -> list[Table]:
-    """The messages of a rank's step by operation and level."""
+    """The table of a rank's messages in a step, by operation and level."""
     if fleet is None or not fleet.sent.counts:
         return []
     sent = fleet.sent
@@ -58,7 +58,7 @@ def fleet_tables(fleet: FleetTime | None) -> list[Table]:
 
 
 def _links(fleet: FleetTime) -> str:
-    """What links are taken to do, and what of it was not given."""
+    """The speeds that links are taken to have, and which of them were assumed."""
     topology = fleet.topology
     parts = [f"within a node {topology.nvlink.bytes_per_s / 1e9:.0f} GB/s of a GPU"]
     if topology.nodes > 1:
@@ -88,7 +88,7 @@ def fleet_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 
 def plain(fleet: FleetTime) -> dict[str, Any]:
-    """For programs, in SI units."""
+    """The fleet for programs, in SI units."""
     topology = fleet.topology
     return {
         "nodes": topology.nodes,

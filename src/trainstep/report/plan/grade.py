@@ -13,7 +13,7 @@ from trainstep.report.kit.tables import Column, Table, filled
 
 _WORST = 15
 _FAULT = 0.1
-"""A term that is further off is a fault of its formula."""
+"""A term with a larger error counts as a fault of its formula."""
 _LEAST_SHARE = 0.001
 """Terms below this share of the peak are not judged."""
 SIGNED = Form(text=lambda error: f"{error * 100:+.2f} %".replace("-", MINUS), sort=lambda error: error * 100)
@@ -29,7 +29,7 @@ class FiledGrade:
 
 
 def grade_answer(grades: Sequence[FiledGrade]) -> Answer:
-    """How far predictions are off, and what is off most."""
+    """How far predictions are off, and which step and terms are off most."""
     allocated = [abs(item.grade.allocated_error) for item in grades]
     reserved = [abs(item.grade.reserved_error) for item in grades]
     worst = max(grades, key=lambda item: abs(item.grade.allocated_error))
@@ -114,7 +114,7 @@ def step_kinds(config: RanksConfig) -> Iterable[str]:
 
 
 def sizes_of(name: str, errors: Iterable[float]) -> dict[str, float]:
-    """The median, the 95th of a hundred and the largest of errors, without signs; their names begin with `name`."""
+    """The median, the 95th percentile and the maximum of the errors' absolute values; `name` is the prefix of their keys."""
     ordered = sorted(map(abs, errors))
     return {
         f"{name}median": statistics.median(ordered),

@@ -10,12 +10,12 @@ from trainstep.report.plan.time_grade import FiledTimeGrade
 
 _SIDE, _LEFT, _TOP, _FOOT = 640, 70, 46, 54
 _COLOURS = ("#009e73", "#0072b2", "#d55e00")
-"""Of Okabe and Ito, which colour-blind readers can tell apart: captured, limited by the device, perhaps by the host."""
+"""Okabe and Ito's colours, which colour-blind readers can tell apart: captured, limited by the device, perhaps by the host."""
 _OFF = 1.1
 
 
 def grade_chart(grades: Sequence[FiledTimeGrade]) -> str:
-    """The chart as text; the same grades give the same text."""
+    """The SVG text of the chart; the same grades give the same text."""
     times = [time_s for item in grades for time_s in (item.grade.measured_s, item.grade.predicted.step.time_s)]
     low, high = math.floor(math.log10(min(times) * 1e3)), math.ceil(math.log10(max(times) * 1e3))
     right = _LEFT + _SIDE

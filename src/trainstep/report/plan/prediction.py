@@ -30,9 +30,9 @@ class Planned:
     cuts: Sequence[Cut] = ()
     time: StepTime | None = None
     fleet: FleetTime | None = None
-    """Of `time`, what it has of nodes and links; none without them."""
+    """The part of `time` that depends on nodes and links; None without them."""
     no_time: str = ""
-    """Why there is no time."""
+    """The reason why no time is predicted."""
     tokens: float | None = None
     """Tokens to train on."""
 
@@ -70,13 +70,13 @@ def plan_answer(planned: Planned) -> Answer:
 
 
 def plan_tables(planned: Planned) -> list[Table]:
-    """Memory by category at each moment, activations by op at the peak, and what is outside of the allocator."""
+    """Memory by category at each moment, activations by op at the peak, memory outside the allocator; time first, if known."""
     memory = filled(_moments(planned.prediction), _by_op(planned.prediction), _outside(planned.prediction))
     return memory if planned.time is None else [*time_tables(planned.time), *fleet_tables(planned.fleet), *memory]
 
 
 def comparison_answer(planned: Sequence[Planned], points: Sequence[Mapping[str, Any]]) -> Answer:
-    """How many of several steps fit, and the fastest of these; the one that needs least where none fits or has a time."""
+    """How many of several steps fit, and the fastest of these; without a time for any, the one that needs least memory."""
     steps = list(zip(planned, points, strict=True))
     fitting = [(item, point) for item, point in steps if item.prediction.fits is not False]
     count, fits = len(steps), len(fitting)
@@ -97,7 +97,7 @@ def comparison_answer(planned: Sequence[Planned], points: Sequence[Mapping[str, 
 
 
 def _point_words(point: Mapping[str, Any]) -> str:
-    """`context 256, sync fsdp`: what distinguishes a step; its ranks are those of its nodes."""
+    """`context 256, sync fsdp`: the values that distinguish a step; ranks are left out where nodes imply them."""
     names = [name for name in point if name != "ranks" or "nodes" not in point]
     return ", ".join(f"{name.replace('_', ' ')} {_text_of(name)(point)}" for name in names) or "any of them"
 

@@ -1,4 +1,4 @@
-"""Grades of tables that others published: an answer, a line a table, and every row beside its prediction."""
+"""Grades of predictions for tables that others published: an answer, a line per table, and every row beside its prediction."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _SHOWN = ("context", "batch_size", "accumulation", "recompute", "compile", "glob
 
 
 def published_answer(grades: Sequence[TableGrade]) -> Answer:
-    """How far the rows are off that no factor was fitted on, table by table."""
+    """How far predictions are off, table by table, for the rows on which no factor was fitted."""
     parts = [
         f"{grade.table.words['title']}: {percent(grade.median)} % off in the median and {percent(abs(grade.error(grade.worst)))} % "
         f"at worst of {len(grade.others)} rows, tau {grade.tau:.2f}"
@@ -23,12 +23,12 @@ def published_answer(grades: Sequence[TableGrade]) -> Answer:
     return Answer(
         workload="plan",
         verdict=f"Predicted step times of published tables. {'; '.join(parts)}.",
-        suggestion="One factor a table is fitted, on its smallest row; what is unknown of a table is said below it.",
+        suggestion="One factor per table is fitted, on its smallest row; the note below each table lists what is unknown.",
     )
 
 
 def published_tables(grades: Sequence[TableGrade]) -> list[Table]:
-    """A line a table, then every table's rows."""
+    """A line per table, then the rows of each table."""
     return [_summary(grades), *(_rows(grade) for grade in grades)]
 
 

@@ -20,11 +20,11 @@ _FITS_MEANING = {
     "time.",
     _NOT_PREDICTED: f"{_NOT_PREDICTED}: its memory was not predicted, because it would be no better in any case.",
 }
-"""What the words of the column `fits` mean that do not say it themselves."""
+"""Meaning of those words of the column `fits` that do not explain themselves."""
 
 
 def search_answer(found: Found, gpu: str | None, commands: tuple[str, ...] = ()) -> Answer:
-    """The best and what it beats; or that nothing fits. `commands`: how to measure the best and the runner-up."""
+    """The best options and the runner-up, or that nothing fits. `commands`: how to measure both."""
     best = found.best
     if best is None:
         return _nothing_fits(found, gpu)
@@ -48,7 +48,7 @@ def search_answer(found: Found, gpu: str | None, commands: tuple[str, ...] = ())
 
 
 def search_tables(found: Found) -> list[Table]:
-    """Single changes of the best, the frontier, and what was searched."""
+    """The tables: single changes of the best, the frontier, and the options that were searched."""
     return filled(_changes(found), _frontier(found), _searched(found))
 
 
@@ -58,17 +58,20 @@ def search_section(found: Found) -> Section:
 
 
 def frontier_chart(found: Found) -> Chart:
-    """Time by memory of the frontier's points."""
+    """The chart of the frontier's points: time against memory."""
     panels = Panels(titles=[""], columns=1, x_title="memory needed (GiB)", y_title="time of a step (ms)")
-    panels.axis = {"rangemode": "normal"}  # from zero, differences of some per cent would not be seen
-    points = sorted(found.frontier, key=lambda one: one.needed_bytes)
-    hover = [f"{words_of(found.space.options(one.config))}: {interval_words(one.time.step)}" for one in points]
+    panels.axis = {"rangemode": "normal"}  # on an axis from zero, differences of a few per cent would be invisible
+    points = sorted(found.frontier, key=lambda candidate: candidate.needed_bytes)
+    hover = [
+        f"{words_of(found.space.options(candidate.config))}: {interval_words(candidate.time.step)}"
+        for candidate in points
+    ]
     panels.add(
         0,
         line(
             "frontier",
-            [in_gib(one.needed_bytes) for one in points],
-            [in_ms(one.time_s) for one in points],
+            [in_gib(candidate.needed_bytes) for candidate in points],
+            [in_ms(candidate.time_s) for candidate in points],
             style=(SERIES[0], "solid"),
             hover=hover,
         ),
@@ -96,8 +99,8 @@ def plain(found: Found, gpu: str | None, commands: tuple[str, ...] = ()) -> dict
         "runner_up": None if found.runner_up is None else _plain_candidate(found, found.runner_up),
         "measure": list(commands),
         "leanest": _plain_candidate(found, found.leanest),
-        "frontier": [_plain_candidate(found, one) for one in found.frontier],
-        "alternatives": [_plain_alternative(found, one) for one in found.alternatives],
+        "frontier": [_plain_candidate(found, candidate) for candidate in found.frontier],
+        "alternatives": [_plain_alternative(found, alternative) for alternative in found.alternatives],
         "fewer_ranks": [{"ranks": ranks, "needed_bytes": needed} for ranks, needed in found.fewer_ranks],
         "effort": {
             "combinations": effort.candidates,
@@ -135,7 +138,7 @@ def _runner_up_words(found: Found, commands: tuple[str, ...]) -> str:
     """`The runner-up, sync fsdp instead, is 4.1 % slower because of exposed messages (+120 ms).`"""
     best, other = found.best, found.runner_up
     if best is None or other is None:
-        return "No other combination fits that differs."
+        return "No different combination fits."
     changes = words_of(_changed(found, best, other))
     if found.minimize == MEMORY:
         more = other.needed_bytes - best.needed_bytes
@@ -151,9 +154,10 @@ def _runner_up_words(found: Found, commands: tuple[str, ...]) -> str:
             f"{_signed_ms(apart.high_s)}). Measure both: " + listed(f"`{command}`" for command in commands)
         )
     ties = [
-        f"{one.field.replace('_', ' ')} {_text(one.value)}"
-        for one in found.alternatives
-        if not differs(best.time_s, one.time.step.time_s) and one.least_bytes <= (best.prediction.gpu_memory_bytes or 0)
+        f"{alternative.field.replace('_', ' ')} {_text(alternative.value)}"
+        for alternative in found.alternatives
+        if not differs(best.time_s, alternative.time.step.time_s)
+        and alternative.least_bytes <= (best.prediction.gpu_memory_bytes or 0)
     ]
     words += "." + (f" As fast: {listed(ties)}." if ties else "")
     if best.time.host_may_limit and not best.time.is_captured:
@@ -162,7 +166,7 @@ def _runner_up_words(found: Found, commands: tuple[str, ...]) -> str:
 
 
 def _because(apart: Difference) -> str:
-    """The terms that make most of the difference: at least a third of the largest."""
+    """The terms that make most of the difference: up to three, each more than a third of the largest."""
     sign = 1 if apart.time_s >= 0 else -1
     largest = sign * apart.terms[0][1]
     parts = [f"{name} ({_signed_ms(part)})" for name, part in apart.terms[:3] if sign * part > largest / 3]
@@ -178,17 +182,17 @@ def _changed(found: Found, before: Candidate, after: Candidate) -> dict[str, Any
 def _changes(found: Found) -> Table:
     best = found.best
     rows = []
-    for one in found.alternatives if best is not None else ():
+    for alternative in found.alternatives if best is not None else ():
         assert best is not None
-        apart = difference(best.time, one.time)
+        apart = difference(best.time, alternative.time)
         rows.append(
             {
-                "change": f"{one.field.replace('_', ' ')} {_text(one.value)}",
-                "time": one.time.step.time_s,
+                "change": f"{alternative.field.replace('_', ' ')} {_text(alternative.value)}",
+                "time": alternative.time.step.time_s,
                 "apart": _signed_ms(apart.time_s),
                 "interval": f"{_signed_ms(apart.low_s)} to {_signed_ms(apart.high_s)}",
-                "because": _because(apart) if differs(best.time_s, one.time.step.time_s) else "",
-                "fits": _fits(best.prediction, one),
+                "because": _because(apart) if differs(best.time_s, alternative.time.step.time_s) else "",
+                "fits": _fits(best.prediction, alternative),
             }
         )
     columns = [
@@ -218,18 +222,18 @@ def _fits(best: Prediction, one: Alternative) -> str:
 
 
 def _frontier(found: Found) -> Table:
-    options = [found.space.options(one.config) for one in found.frontier]
+    options = [found.space.options(candidate.config) for candidate in found.frontier]
     names = dict.fromkeys(name for item in options for name in item)
     varied = [name for name in names if len({str(item.get(name)) for item in options}) > 1]
     rows = [
         {
             **{name: _text(item[name]) if name in item else "" for name in varied},
-            "step": one.time_s,
-            "range": f"{milliseconds(one.time.step.low_s)} to {milliseconds(one.time.step.high_s)}",
-            "rate": one.time.tokens_per_s,
-            "needed": one.needed_bytes,
+            "step": candidate.time_s,
+            "range": f"{milliseconds(candidate.time.step.low_s)} to {milliseconds(candidate.time.step.high_s)}",
+            "rate": candidate.time.tokens_per_s,
+            "needed": candidate.needed_bytes,
         }
-        for one, item in zip(found.frontier, options, strict=True)
+        for candidate, item in zip(found.frontier, options, strict=True)
     ]
     columns = [
         Column("needed ({unit})", SIZE, "needed"),

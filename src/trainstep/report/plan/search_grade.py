@@ -1,4 +1,4 @@
-"""What a search would have chosen in grids of measured steps, as a table."""
+"""Table of what a search would have chosen in grids of measured steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from trainstep.report.kit.tables import Column, Table
 
 
 def choices_table(grades: Sequence[GridGrade]) -> Table:
-    """A row for each grid: the choice's measured time against the fastest measured."""
+    """A row for each grid: the measured time of the search's choice, and that of the fastest cell."""
     rows = [
         {
             "work": _work_words(grade),

@@ -10,7 +10,7 @@ from trainstep.report.kit.tables import Column, Table, filled
 
 _OPTIONAL = (GAPS, HOST, MESSAGES)
 _LONG_S = 10
-"""From here on in seconds."""
+"""Times from this one on are written in seconds."""
 
 
 def time_words(predicted: StepTime, tokens: float | None, *, fits: bool = True) -> str:

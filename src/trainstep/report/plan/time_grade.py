@@ -13,9 +13,9 @@ from trainstep.report.plan.grade import SHARE, SIGNED, sizes_of, step_kinds, ste
 
 _WORST = 15
 _FAULT = 0.1
-"""A term that is off by more in the median is the formula's fault."""
+"""A term with a larger median error counts as a fault of its formula."""
 _ENOUGH = 3
-"""Fewer steps may be off because of their machine."""
+"""The fewest steps by which a term is judged: fewer may be off because of their machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def time_tables(grades: Sequence[FiledTimeGrade]) -> list[Table]:
 
 
 def faulty_terms(grades: Sequence[FiledTimeGrade]) -> list[str]:
-    """The terms whose error is above 10 % in the median: what the formula has wrong."""
+    """The terms whose median error is above 10 %: there the formula is wrong."""
     terms: dict[str, list[float]] = {}
     for item in grades:
         for phase, error in item.grade.phase_errors.items():

@@ -1,4 +1,4 @@
-"""What a traced micro-batch computes and moves, as a table: products and attention by shape, all else by operator."""
+"""Table of what a traced micro-batch computes and moves: matmuls and attention by shape, all else by operator."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class _Sum:
 
 
 def work_table(traced: TracedStep) -> Table:
-    """A line for each kind of call, those with the most FLOPs first, then those that move the most bytes."""
+    """A line for each kind of call, sorted by FLOPs and then by bytes moved, largest first."""
     sums: dict[tuple[str, str, str, str], _Sum] = {}
     for work in traced.work:
         total = sums.setdefault((work.phase, work.op, _shape(work), work.dtype), _Sum())

@@ -232,7 +232,7 @@ def _fused_attention(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
 
 def _fused_rest(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
     """The gain of a compiler, which fuses element-wise work, norms and reductions."""
-    is_tape = not limit["on_device"] and profile.config.get("capture", "none") != "none"  # which no compiler goes with
+    is_tape = not limit["on_device"] and profile.config.get("capture", "none") != "none"  # a tape excludes a compiler
     if profile.config.get("compile", "none") != "none" or not _device_limits(limit) or is_tape:
         return None
     share = profile.class_share(*_FUSED)
@@ -248,7 +248,7 @@ def _fused_rest(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
 
 
 def _fewer_ops(profile: Profile, limit: Mapping[str, Any]) -> Gain | None:
-    """The gain of fewer ops on a CPU, where time passes between them."""
+    """The gain of fewer ops on a CPU, where time passes between ops."""
     taken = any(profile.config.get(name, "none") != "none" for name in ("compile", "capture"))
     if _device_limits(limit) or limit["on_device"] or taken:
         return None

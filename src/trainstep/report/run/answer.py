@@ -20,14 +20,14 @@ WORDS = {
 }
 """Part -> its words in tables and sentences."""
 _NAMED = 0.01
-"""The least share of a part that is named."""
+"""The least share at which a part is named."""
 _WORTH = 0.05
 """The least share of the step for which a change is suggested."""
 _ENOUGH = 10
 """The fewest timed steps from which something is suggested: one collection of garbage is half of a short run."""
 _MOST_RUNS = 3
 _FAR = 1.1
-"""Mean over median of the steps' times from which on the shares would mislead without the mean beside them."""
+"""If mean and median of the steps' times differ by more than this factor, shares would mislead without the mean."""
 
 
 def run_answer(rows: Sequence[Row]) -> Answer | None:
@@ -48,9 +48,9 @@ def run_words(configs: Configs) -> str:
 
 
 def verdict_of(run: Run, name: str = "") -> str:
-    """`Your step takes 12.3 ms (median of 400): backward 50.1 %, forward 24.0 %; of it 20.3 % waits for data.`
+    """`Your step takes 12.3 ms (median of 400); of it 20.3 % waits for data. Backward 50.1 % and forward 24.0 %.`
 
-    Shares are of the whole time, because a loader may wait in one step of a hundred, which no median shows.
+    Shares are those of the steps' total time, because a loader may wait in only one step of a hundred, which no median shows.
     """
     count = len(run.samples.get("step", ()))
     how_many = f"median of {count:,}{_mean_words(run)}" if count else "a warm-up: the run was too short for more"
@@ -70,10 +70,10 @@ def verdict_of(run: Run, name: str = "") -> str:
 
 
 def _mean_words(run: Run) -> str:
-    """`; 15.3 ms on average, the base of the shares`, if the mean is so far from the median that shares of both would differ."""
+    """`; 15.3 ms on average, to which the shares refer`, if mean and median differ enough for their shares to differ."""
     mean_s = _mean_s(run)
     apart = run.step_s is not None and not 1 / _FAR < mean_s / run.step_s < _FAR
-    return f"; {ms_words(mean_s)} on average, which the shares are of" if apart else ""
+    return f"; {ms_words(mean_s)} on average, to which the shares refer" if apart else ""
 
 
 def _mean_s(run: Run) -> float:
@@ -93,12 +93,14 @@ def ending_words(run: Run) -> str:
 
 
 def suggestion_of(run: Run) -> str:
-    """What to look at first; where nothing avoidable takes five per cent, where to see more; empty if the run was too short."""
+    """What to look at first; if nothing avoidable takes 5 %, how to see more; empty if the run was too short."""
     if len(run.samples.get("step", ())) < _ENOUGH:
         return ""
-    found = [(share, words) for look in (_data, _waits, _collector, _compiler, _messages) for share, words in look(run)]
-    if found:
-        return max(found)[1]
+    suggestions = [
+        (share, words) for look in (_data, _waits, _collector, _compiler, _messages) for share, words in look(run)
+    ]
+    if suggestions:
+        return max(suggestions)[1]
     return (
         f"Nothing that could be avoided takes {100 * _WORTH:.0f} % of the time: `trainstep explain {shlex.quote(run.row.file)}` "
         "divides the step into what its work needs and what a change would save."
@@ -116,13 +118,13 @@ def _data(run: Run) -> Iterator[tuple[float, str]]:
 
 
 def _without_words(run: Run, share: float) -> str:
-    """The step's time without this share of the whole time: of the mean, because a loader may wait in a few steps alone."""
+    """The mean step's time without this share of it; the mean, because a loader may wait in only a few steps."""
     time_s = _mean_s(run) * (1 - share)
     return f"{ms_words(time_s)}{' on average' if _mean_words(run) else ''}"
 
 
 def _waits(run: Run) -> Iterator[tuple[float, str]]:
-    """The line that waits longest. On a CPU nothing waits, so a line that reads a value in every inspected step is named."""
+    """The line that waits longest; on a CPU, where nothing waits, a line that reads a value in every inspected step."""
     if not run.waits:
         return
     wait, others = run.waits[0], len(run.waits) - 1

@@ -54,7 +54,7 @@ def _sections_of(run: Run) -> list[Section]:
 
 
 def _paragraphs(run: Run) -> list[str]:
-    """What was watched, and what watching took."""
+    """Sentences about the steps that were watched, and the cost of watching."""
     kept, early = len(run.samples.get("step", ())), len(run.warmups)
     inspected = sum(row.record.fact("inspected_step") is not None for row in run.rows)
     sentence = (
@@ -62,7 +62,9 @@ def _paragraphs(run: Run) -> list[str]:
     )
     optimizers, backwards = run.latest("optimizers") or 1, run.total("backward_passes")
     if optimizers > 1:
-        sentence += f" {optimizers} optimizers make a step, which ends with the last of the rarest."
+        sentence += (
+            f" {optimizers} optimizers make a step; it ends with the last update of the one that updates least often."
+        )
     if run.steps and round(backwards / run.steps, 1) > optimizers:
         sentence += f" Backward runs {backwards / run.steps:.1f} times a step."
     watching_s, total_s = run.total("watching_s"), sum(row.record.duration_s for row in run.rows)
@@ -95,7 +97,7 @@ def parts_chart(runs: Sequence[Run]) -> Chart:
 
 
 def steps_chart(run: Run) -> Chart:
-    """The time of every step, in order; of a long run every so-manieth."""
+    """The time of every step, in order; of a long run only every n-th step, to limit the number of points."""
     values = run.samples["step"]
     stride = -(-len(values) // _MOST_POINTS)
     places = list(range(0, len(values), stride))

@@ -70,7 +70,7 @@ class Run:
 
     @property
     def step_s(self) -> float | None:
-        """The median step; of a run with nothing but warm-ups, the last of these."""
+        """The median step's time; for a run with nothing but warm-ups, the last warm-up's."""
         times = self.samples.get("step") or self.warmups[-1:]
         return statistics.median(times) if times else None
 
@@ -79,7 +79,7 @@ class Run:
         return self.share_of(sum(self.samples.get(part, ())))
 
     def share_of(self, seconds: float) -> float:
-        """The share that this much is of the steps' whole time."""
+        """This time as a share of the steps' total time."""
         total_s = sum(self.samples.get("step", ()))
         return seconds / total_s if total_s else 0.0
 
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def exposed_share(self) -> float:
-        """The share of an inspected step in which messages were under way and nothing was computed; the median of these steps."""
+        """The exposed communication of an inspected step as a share of its time: the median over the inspected steps."""
         shares = [
             record.fact("exposed_s", 0.0) / record.fact("profiled_step_s")
             for record in self.inspected
@@ -113,7 +113,7 @@ class Run:
 
     @cached_property
     def waits(self) -> Lines:
-        """The waiting lines, with calls and seconds per inspected step; those that take longest first."""
+        """The waiting lines, with calls and seconds per inspected step; first those seen in most steps, then the longest."""
         counted = [row.record for row in self.rows if row.record.fact("inspected_step") is not None]
         places: dict[tuple[str, int], dict[str, Any]] = {}
         for record in counted:
@@ -138,7 +138,7 @@ class Run:
 
 
 def runs_of(rows: Iterable[Row]) -> list[Run]:
-    """The runs in these rows, in the order of their appearance; of each the ranks in order."""
+    """The runs in these rows, in order of appearance, and the ranks of each run in order."""
     by_rank = grouped(rows, lambda row: (row.record.config["run"], row.record.config["rank"]))
     names = list(dict.fromkeys(name for name, _ in by_rank))
     ordered = sorted(by_rank.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
@@ -151,12 +151,12 @@ def main_runs(runs: Sequence[Run]) -> list[Run]:
 
 
 def place_words(line: Mapping[str, Any]) -> str:
-    """`my_project/train.py:12`: file and folder; of an installed package the path inside it."""
+    """`my_project/train.py:12`: the file and its folder; for an installed package, the path inside site-packages."""
     parts = PurePath(str(line["file"])).parts
     start = parts.index(_INSTALLED) + 1 if _INSTALLED in parts else max(0, len(parts) - 2)
     return f"{PurePath(*parts[start:])}:{line['line']}"
 
 
 def is_installed(line: Mapping[str, Any]) -> bool:
-    """Whether the line is of an installed package, not of the user's own code."""
+    """Whether the line is in an installed package, not in the user's own code."""
     return _INSTALLED in PurePath(str(line["file"])).parts

@@ -15,7 +15,7 @@ from trainstep.report.run.runs import Run, main_runs, place_words, runs_of
 
 _LONGEST = 60
 _SHOWN = 12
-"""The lines that the terminal shows of a table of waits or compilations."""
+"""The most lines of a table of waits or compilations that the terminal shows."""
 _EACH = Form(text=three_digits)
 _PARTS_NOTE = (
     "Shares are of the whole time of the steps, on the host, without warm-ups and inspected steps. Waiting for data: inside a "
@@ -26,7 +26,7 @@ _WAITS_NOTE = "Calls and times are per inspected step."
 
 
 def run_tables(rows: Sequence[Row]) -> list[Table]:
-    """The tables outside the page: of all runs, and of the last run its parts, waits and compilations."""
+    """The tables outside the page: all runs, then the parts, waits and compilations of the last run."""
     runs = runs_of(rows)
     main = main_runs(runs)
     last = main[-1:]
@@ -83,7 +83,7 @@ def parts_table(run: Run) -> Table:
 
 
 def event_tables(run: Run, shown: int | None = None) -> list[Table]:
-    """What was noted in the run: lines that wait, compilations, graph breaks."""
+    """The tables of what was noted in the run: lines that wait, compilations, graph breaks."""
     waits, compilations, breaks = run.waits, run.lines("compilations"), run.lines("graph_breaks")
     what = "that wait for the GPU" if run.on_gpu else "that would wait for a GPU"
     tables = [

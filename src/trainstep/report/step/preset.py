@@ -14,7 +14,7 @@ from trainstep.report.kit.visible import one_line
 
 
 def preset_answer(label: str, result: Result, toml: str) -> Answer:
-    """What was found, what was left untried, and the command that uses it."""
+    """The answer: the result, the changes left untried, and the command that uses the preset."""
     verdict, helps = _verdict(result)
     left = ""
     if result.untried:
@@ -24,9 +24,9 @@ def preset_answer(label: str, result: Result, toml: str) -> Answer:
 
 
 def _verdict(result: Result) -> tuple[str, bool]:
-    """What was found, and whether there are options to use."""
+    """The result in words, and whether there are options to use."""
     if result.trouble:
-        return f"nothing was tried, because the start does not serve: {result.trouble}", False
+        return f"nothing was tried, because the start cannot be used: {result.trouble}", False
     if result.start_s is None:
         return "nothing was tried yet.", False
     ran = sum(step.word != "not run" for step in result.steps)
@@ -91,17 +91,17 @@ def _gain_words(step: Step) -> str:
 
 def interval_words(step: Step) -> str:
     """`0.612 (99 % interval 0.601 to 0.622)`"""
-    known = step.comparison
-    if known is None or known.ratio is None:
-        return "an unknown part"
-    if known.low is None or known.high is None:
-        return ratio_words(known.ratio)
-    return f"{ratio_words(known.ratio)} (99 % interval {ratio_words(known.low)} to {ratio_words(known.high)})"
+    comparison = step.comparison
+    if comparison is None or comparison.ratio is None:
+        return "an unknown share"
+    if comparison.low is None or comparison.high is None:
+        return ratio_words(comparison.ratio)
+    return f"{ratio_words(comparison.ratio)} (99 % interval {ratio_words(comparison.low)} to {ratio_words(comparison.high)})"
 
 
 def toml_value(value: Any) -> str:
     """A value of an option as TOML."""
-    # JSON's texts, numbers, true and false are TOML's too, but for a letter above U+FFFF as two escapes: so none is escaped.
+    # JSON's texts, numbers, true and false are valid TOML, except letters above U+FFFF as two escapes: so no letter is escaped.
     return json.dumps("none" if value is None else value, ensure_ascii=False)
 
 
@@ -110,14 +110,14 @@ def _raw(label: str, step: Step) -> Options:
 
 
 def step_fields(step: Step) -> dict[str, Any]:
-    """What became of a change, for programs."""
-    known = step.comparison
+    """The result of a change, for programs."""
+    comparison = step.comparison
     return {
         "step_alone_s": step.alone_s,
-        "ratio": known.ratio if known else None,
-        "ratio_low": known.low if known else None,
-        "ratio_high": known.high if known else None,
-        "pairs": known.n if known else None,
+        "ratio": comparison.ratio if comparison else None,
+        "ratio_low": comparison.low if comparison else None,
+        "ratio_high": comparison.high if comparison else None,
+        "pairs": comparison.n if comparison else None,
         "verdict": step.word,
         "reason": step.reason,
     }

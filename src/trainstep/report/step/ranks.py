@@ -1,4 +1,4 @@
-"""A step that several processes took by themselves at the same time: which of them is the slowest, and by how much.
+"""A step that several processes ran at the same time, each on its own: which of them is the slowest, and by how much.
 
 Values of different processes are durations, each by its own clock. They are compared as medians, not as pairs, because the
 processes do not wait for each other.
@@ -25,13 +25,13 @@ _NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The steps of one process."""
+    """The timed steps of one process."""
 
     rank: int
     node: str | None
     values: Sequence[float]
     against: Comparison
-    """Its steps against those of all others."""
+    """The process's steps compared with those of all others."""
 
     @property
     def time(self) -> tuple[float, float | None]:
@@ -50,12 +50,12 @@ class Taken:
         return f"{ratio_words(against.ratio)} ({ratio_words(against.low)} to {ratio_words(against.high)})"
 
     def name(self, *, alone: bool) -> str:
-        """`n2`, or `rank 5 (n2)` where its node has more processes than this one; `rank 5` on a single node."""
+        """`n2`, or `rank 5 (n2)` if nodes have several processes (`alone` is False); `rank 5` on a single node."""
         return rank_on(self.node, self.rank) if self.node is None or not alone else self.node
 
 
 def taken(record: Record) -> list[Taken]:
-    """What each process took, in the order of ranks; empty where there was one."""
+    """The steps of each process, in the order of ranks; empty if there was only one process."""
     steps = rank_values(record, "step")
     if record.failure is not None or len(steps) < 2:
         return []
@@ -75,9 +75,9 @@ def taken(record: Record) -> list[Taken]:
 
 
 def slowest_sentence(row: Row, *, named: bool) -> str:
-    """Which node or process is the slowest, with its ratio to the others; empty where there was one process.
+    """Which node or process is the slowest, with its ratio to the others; empty if there was only one process.
 
-    `named`: say also which cell it is about.
+    `named`: whether the sentence also names the cell.
     """
     processes = taken(row.record)
     if not processes:
@@ -98,12 +98,12 @@ def slowest_sentence(row: Row, *, named: bool) -> str:
 
 
 def step_tables(rows: Sequence[Row]) -> list[Table]:
-    """The tables of timed steps beside the common one: each process, and the curves of recomputation."""
+    """The tables of timed steps besides the common one: a table of processes, and the curves of recomputation."""
     return [*_ranks_tables(rows), *curve_tables(rows)]
 
 
 def ranks_sections(rows: Sequence[Row], _ceilings: Sequence[Row] = ()) -> list[Section]:
-    """The section of a page, if several processes took a step."""
+    """The section of a page, if several processes ran a step."""
     several = [row for row in rows if taken(row.record)]
     sentences = tuple(slowest_sentence(row, named=len(several) > 1) for row in several)
     tables = tuple(_ranks_tables(rows))
@@ -119,7 +119,7 @@ def _on_nodes(rows: Sequence[Row]) -> bool:
 
 
 def _ranks_tables(rows: Sequence[Row]) -> list[Table]:
-    """A line for each process of each row; none where every row had one process."""
+    """A line for each process of each row; none if every row had only one process."""
     lines = [Line(row, process) for row in rows for process in taken(row.record)]
     columns = [
         *point_columns(lines, without=("ranks", "nodes")),

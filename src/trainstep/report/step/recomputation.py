@@ -1,4 +1,4 @@
-"""The curve of peak memory against added time, of steps whose recomputation was chosen for a budget."""
+"""The curve of peak memory against added time, for steps whose recomputation was chosen for a budget of memory."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ def recomputation_sections(rows: Sequence[Row], _ceilings: Sequence[Row] = ()) -
 
 
 def chosen_sentence(record: Record) -> str:
-    """`Within 40 GiB: 12 none, 22 selective, which adds 3.2 ms; the peak is 39.1 GiB by prediction and 39.4 as measured.`"""
+    """`Within 40 GiB the blocks recompute: 12 none, 22 selective. That adds 3.2 ms; the peak is 39.1 GiB by prediction and ...`"""
     choice, budget_gib = record.fact("recompute_choice"), record.config.get("recompute_budget_gib")
     if choice is None or budget_gib is None:
         return ""

@@ -1,1 +1,1 @@
-"""Ways of computing that cost more than another that gives the same, told from the ops of a step."""
+"""Finds ways of computing that cost more than another with the same result, from the ops of a step."""

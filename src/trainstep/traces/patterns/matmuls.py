@@ -1,4 +1,4 @@
-"""The matmuls of a step that torch's ops launch: those of fp32 tensors, and the FLOPs of those in 16 bits."""
+"""The matmuls that torch's ops launch in a step: the pattern of fp32 matmuls, and the FLOPs of 16-bit matmuls."""
 
 import math
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ BATCHED = ("aten::bmm", "aten::baddbmm")
 _PLAIN = ("aten::mm", "aten::addmm")
 _MATMULS = (*BATCHED, *_PLAIN)
 SIXTEEN_BITS = ("c10::BFloat16", "c10::Half")
-"""As traces write dtypes."""
+"""The 16-bit dtypes as traces write them."""
 
 
 class MatmulWork(NamedTuple):
-    """A step's FLOPs, 2 m n k of each product, and the device's seconds for them; both 0 without such matmuls."""
+    """FLOPs of a step's matmuls (2 m n k each), and the device's seconds for them; both 0 without such matmuls."""
 
     flops: float
     time_s: float
 
     def numbers(self) -> dict[str, float]:
-        """The facts of a record; none without matmuls."""
+        """The work as facts of a record; empty without matmuls."""
         return {"matmul_flops": self.flops, "matmul_flops_s": self.time_s} if self.flops else {}
 
 
@@ -30,7 +30,7 @@ NO_MATMULS = MatmulWork(flops=0.0, time_s=0.0)
 
 
 def in_fp32(ops: StepOps) -> Iterator[Pattern]:
-    """Matmuls of fp32 tensors on a GPU. What they take in 16 bits depends on torch's precision (explain/script_evidence.py)."""
+    """The pattern of fp32 matmuls on a GPU. Their time in 16 bits depends on torch's precision (explain/script_evidence.py)."""
     matmuls = [opened for opened in ops.all if opened.name in _MATMULS and opened.dtypes[:2] == ("float", "float")]
     if ops.on_device and matmuls:
         costs = ops.costs(matmuls)
@@ -38,7 +38,7 @@ def in_fp32(ops: StepOps) -> Iterator[Pattern]:
 
 
 def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
-    """The work of 16-bit matmuls on a GPU, also of `batched` ones. Kernels that a compiler wrote in their place have no op."""
+    """The work of 16-bit matmuls on a GPU, with or without `batched` ones; a compiler's own kernels have no op and do not count."""
     names = _MATMULS if batched else _PLAIN
     matmuls = [op for op in ops.all if op.name in names and any(dtype in SIXTEEN_BITS for dtype in op.dtypes[:1])]
     known = [opened for opened in matmuls if _flops(opened)]
@@ -50,9 +50,9 @@ def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
 
 
 def _flops(opened: Range) -> float:
-    """2 m n k, of each product of a batch; 0 where the shapes do not say, since a trace may hold anything."""
+    """2 m n k, summed over a batch; 0 if the shapes do not fit, since a trace may hold anything."""
     factors = tensors(opened)
-    # The first tensor of these is what the product is added to, which may have no dimension and then no shape
+    # The first tensor of these ops is added to the product; it may have no dimension and then no shape
     factors = factors[-2:] if opened.name in ("aten::addmm", "aten::baddbmm") else factors[:2]
     if len(factors) < 2 or not len(factors[0]) == len(factors[1]) >= 2 or factors[0][-1] != factors[1][-2]:
         return 0.0

@@ -1,7 +1,8 @@
-"""An Adam (`addcdiv_`) of one tensor after the other, as foreach on a CPU is too; on a GPU foreach, a kernel for each of its ops.
+"""Finds an Adam that updates one tensor after the other (`addcdiv_`), or on a GPU by foreach, with a kernel for each op.
 
-At least: a pass over parameter, gradient and two moments, 28 bytes an element, at the step's own rate of memory. Of lists of more
-than 30 tensors torch writes no shapes; foreach moves 84 bytes an element, so at least a third of the time is taken.
+On a CPU foreach updates one tensor after the other, too. Least time: one pass over parameter, gradient and two moments, 28 bytes
+per element, at the step's own rate of memory. torch writes no shapes for lists of more than 30 tensors; since foreach moves 84
+bytes per element, the least is then a third of the measured time.
 """
 
 import math
@@ -16,11 +17,11 @@ _UPDATE_OF_ONE = "aten::addcdiv_"
 _FOREACH_UPDATE = "aten::_foreach_addcdiv_"
 _LEAST_TENSORS = 8
 _MOST_WITH_SHAPES = 30
-"""torch writes no shapes of longer lists."""
+"""The most tensors in a list for which torch writes shapes."""
 
 
 def by_tensor(ops: StepOps) -> Iterator[Pattern]:
-    """All updates of the steps together."""
+    """The pattern of such updates, all steps together."""
     cost, least_ns, tensors, is_foreach, is_without = NOTHING, 0.0, 0, False, False
     shapes: list[Shape] = []
     dtypes: set[str] = set()

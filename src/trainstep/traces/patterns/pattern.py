@@ -1,4 +1,4 @@
-"""A way of computing that was found in a step, with what it cost and what another would: `Pattern`."""
+"""A way of computing that was found in a step, with its cost and the least cost of another way: `Pattern`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ FUSED_ADAMW = "AdamW"
 class Instead(NamedTuple):
     """The other way, as one op of torch that can be timed alone.
 
-    `shapes`: of query, key and value as (batch, heads, positions, head_dim), or of the tensors that AdamW updates. `dtype`: of all,
-    as a trace writes it. `forwards`, `backwards`: how often all steps of the trace ran it.
+    `shapes`: those of query, key and value as (batch, heads, positions, head_dim), or of the tensors that AdamW updates. `dtype`:
+    that of all tensors, as a trace writes it. `forwards`, `backwards`: how often it ran in all steps of the trace.
     """
 
     op: str
@@ -28,9 +28,9 @@ class Instead(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """`costs`: phase -> time of all steps. `what`: the finding in words.
+    """A way of computing that was found. `costs`: phase -> cost of all steps. `what`: the finding in words.
 
-    `least_ns`: what the other way takes in all steps at least, by formula; `instead`: the other way as ops that can be timed.
+    `least_ns`: the least time of the other way in all steps, by formula. `instead`: the other way as ops that can be timed.
     """
 
     name: str

@@ -1,12 +1,12 @@
-"""The same few ops at least 8 times in a row, on slices that a split made or that are put together again.
+"""Finds the same few ops at least 8 times in a row, on slices that a split made or that are joined again.
 
-At least: the same elements in one op each, without what splits them and puts them together. Backward's part is found by autograd's
-sequence numbers. [Note: numbers] An op's number is that of the next gradient function, which an op without a gradient does not
-make: several ops have one number, and the function is the last one's. A batch that is put together of 16 samples has the number of
-the model's first op.
+Least time: one op over all the elements in place of each op, without splitting and joining. The ops of backward are found by
+autograd's sequence numbers. [Note: numbers] An op has the number of the next gradient function. An op without a gradient makes no
+such function, so several ops may share a number, and the function belongs to the last of them. For example, ops that join a batch
+of 16 samples have the number of the model's first op.
 
-A CPU also needs time for an element of a function: gelu took 1.0 ns by erf and 2.4 by tanh, which a trace does not tell apart
-(one thread, AVX-512), so that 1.7 are taken.
+A CPU also takes time to compute each element: gelu took 1.0 ns by erf and 2.4 ns by tanh (one thread, AVX-512). A trace does not
+tell the two apart, so 1.7 ns are assumed.
 """
 
 import math
@@ -27,7 +27,7 @@ _LONGEST_PERIOD, _FEWEST = 8, 8
 
 
 def in_slices(ops: StepOps) -> Iterator[Pattern]:
-    """All runs of the steps together."""
+    """The pattern of such repeated ops, all steps together."""
     costs: dict[str, Cost] = {}
     elements, calls, most = 0, 0, 0
     backward: dict[int, list[Range]] = {}
@@ -66,8 +66,8 @@ def in_slices(ops: StepOps) -> Iterator[Pattern]:
 
 
 def _outer(ops: StepOps, nesting: Nesting) -> list[Range]:
-    """The ops of a thread that no other op calls, in a step and outside of an optimizer."""
-    known = {id(opened) for opened in ops.all}
+    """The ops of a thread that no other op calls, inside a step and outside an optimizer."""
+    in_steps = {id(opened) for opened in ops.all}
     updates = [opened for opened in nesting.ranges if opened.annotation and opened.name.startswith(UPDATE)]
 
     def is_outer(index: int) -> bool:
@@ -75,7 +75,7 @@ def _outer(ops: StepOps, nesting: Nesting) -> list[Range]:
         return (
             not opened.annotation
             and not opened.backward
-            and id(opened) in known
+            and id(opened) in in_steps
             and (parent < 0 or nesting.ranges[parent].annotation)
             and not any(ops.is_of_update(opened, update) for update in updates)
         )
@@ -89,7 +89,7 @@ def _within(nesting: Nesting, run: Sequence[Range]) -> list[Range]:
 
 
 def _runs(ops: Sequence[Range]) -> Iterator[tuple[list[Range], int]]:
-    """Runs of slices, with the ops around them that split and join, and how often the run repeats."""
+    """Runs of ops on slices, each with the split before and the join after it, and the number of repeats."""
     names = [opened.name for opened in ops]
     index = 0
     while index < len(ops):
@@ -107,7 +107,7 @@ def _runs(ops: Sequence[Range]) -> Iterator[tuple[list[Range], int]]:
 
 
 def _repetition(names: Sequence[str], start: int) -> tuple[int, int]:
-    """The period from here on that repeats over the most ops, and how often."""
+    """From `start` on, the period whose repeats cover the most ops, and the number of repeats."""
     best = 1, 1
     for period in range(1, _LONGEST_PERIOD + 1):
         repeats, first = 1, names[start : start + period]

@@ -1,13 +1,13 @@
-"""The ops of profiled steps, with what each cost and the shapes of its tensors: what patterns are told from.
+"""The ops of profiled steps, each with its cost and the shapes of its tensors, from which patterns are found.
 
     ops = StepOps(read_work(trace))
     ops.costs([op for op in ops.all if op.name == "aten::bmm"])       # phase -> Cost
 
-Time on a device is that of the kernels that an op launches, and `gap_ns` what the device waited before them; without a device it
-is the host's time, which the profiler lengthens by some microseconds a range: so a cost has its `ranges`.
+On a device an op's time is that of the kernels that it launches, and `gap_ns` is the device's idle time before them. Without a
+device it is the host's time. The profiler lengthens that by some microseconds per range, so a cost counts its `ranges`.
 
-[Note: rate] Memory goes at the rate of the step's own large copies and sums: the median over additions, products and copies of at
-least 2^15 elements, of 4 bytes each, on a GPU also those of foreach.
+[Note: rate] The rate of memory is that of the step's own large copies and sums: the median over additions, products and copies of
+at least 2^15 elements of 4 bytes each; on a GPU those of foreach count too.
 """
 
 import math
@@ -21,7 +21,7 @@ from trainstep.traces.kineto import Range
 from trainstep.traces.work import TraceWork
 
 UPDATE = "Optimizer.step#"
-"""torch's own range of an optimizer's step begins so."""
+"""Prefix of torch's own range of an optimizer's step."""
 ELEMENT_BYTES = 4
 _SIMPLE = re.compile(r"::(add|add_|mul|mul_|copy_|sub|div)$")
 _SIMPLE_FOREACH = re.compile(r"::_foreach_(add_|mul_|lerp_|div_)$")
@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Nanoseconds of an op: its time, and on a device the idle time before its kernels. `ranges`: that the profiler noted."""
+    """The cost of an op: its time, and on a device the idle time before its kernels. `ranges`: number of recorded ranges."""
 
     time_ns: int = 0
     gap_ns: int = 0
@@ -54,8 +54,8 @@ NOTHING = Cost()
 class StepOps:
     """The ops of a trace's steps.
 
-    `all`: in the order of threads and starts; `own`: id -> cost without the ops that it calls; `whole`: with them; `phases`: id ->
-    phase; `of`: phase -> cost of all of its ops.
+    `all`: the ops by thread, in order of start. `own`: id -> cost without the ops that it calls; `whole`: the cost with them.
+    `phases`: id -> phase. `of`: phase -> cost of all of its ops.
     """
 
     def __init__(self, work: TraceWork) -> None:
@@ -85,7 +85,7 @@ class StepOps:
         self.phases = {
             id(opened): work.attribution.place_at(opened.thread, opened.start_ns).phase for opened in self.all
         }
-        # An update's range begins before that of its phase, and has the time of Python between its ops
+        # An update's range begins before its phase's range, and its own cost is Python's time between its ops
         updates = [opened for opened in self.all if opened.annotation and opened.name.startswith(UPDATE)]
         self.phases |= {id(opened): str(Phase.OPTIMIZER) for opened in updates}
         self.of: dict[str, Cost] = {}
@@ -95,12 +95,12 @@ class StepOps:
         self.bytes_per_ns = self._rate()
 
     def costs(self, ops: Iterable[Range], *, whole: bool = False) -> dict[str, Cost]:
-        """Phase -> the cost of these ops alone, without those that they call, or as a `whole`."""
-        known = self.whole if whole else self.own
+        """Phase -> the cost of these ops, without the ops that they call, or with them if `whole`."""
+        cost_of = self.whole if whole else self.own
         costs: dict[str, Cost] = {}
         for opened in ops:
             phase = self.phases[id(opened)]
-            costs[phase] = costs.get(phase, NOTHING) + known.get(id(opened), NOTHING)
+            costs[phase] = costs.get(phase, NOTHING) + cost_of.get(id(opened), NOTHING)
         return costs
 
     def is_of_update(self, opened: Range, update: Range) -> bool:
@@ -137,23 +137,23 @@ class StepOps:
 
 
 def tensors(opened: Range) -> list[Shape]:
-    """The shapes of its inputs that are tensors, those in lists too."""
-    found: list[Shape] = []
+    """The shapes of an op's inputs that are tensors, including tensors in lists."""
+    shapes: list[Shape] = []
     for shape in opened.shapes:
         if not isinstance(shape, tuple):  # a trace may hold anything
             continue
         nested = [entry for entry in shape if isinstance(entry, tuple)]
-        found += [entry for entry in nested or [shape] if entry and all(isinstance(size, int) for size in entry)]
-    return found
+        shapes += [entry for entry in nested or [shape] if entry and all(isinstance(size, int) for size in entry)]
+    return shapes
 
 
 def first_list(opened: Range) -> list[Shape]:
-    """The shapes of its first input, a list of tensors."""
+    """The shapes of the tensors in an op's first input, a list."""
     first = opened.shapes[0] if opened.shapes else ()
     entries = first if isinstance(first, tuple) else ()
     return [entry for entry in entries if isinstance(entry, tuple) and all(isinstance(size, int) for size in entry)]
 
 
 def first(opened: Range) -> Shape:
-    """The shape of its first tensor; () of an op without one."""
+    """The shape of an op's first tensor; () for an op without tensors."""
     return next(iter(tensors(opened)), ())

@@ -1,12 +1,12 @@
-"""Finds, in a step whose model nobody knows, ways of computing that cost more than another that gives the same.
+"""Finds, in a step of an unknown model, ways of computing that cost more than another with the same result.
 
     found = find_patterns(read_work(trace))
-    found.table()                              # a row a pattern and phase: its time in the step, and the least of the other way
-    found.table({ATTENTION: 0.003})            # where the other way was timed: seconds a step
+    found.table()                              # a row per pattern and phase: its time in the step, and the least of the other way
+    found.table({ATTENTION: 0.003})            # seconds per step, for patterns whose other way was timed
 
-The trace must have shapes (`torch.profiler.profile(record_shapes=True)`); without them nothing is found. A pattern is told by what
-ops do to which shapes, never by a name of the user's. attention.py, optimizer.py, slices.py and matmuls.py say how, and what is
-taken as the least.
+The trace must have shapes (`torch.profiler.profile(record_shapes=True)`); without them nothing is found. Patterns are
+recognised by ops and shapes, never by the user's names. attention.py, optimizer.py, slices.py and matmuls.py say how, and which
+time counts as the least.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ _NONE_TIMED: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Patterns:
-    """What was found. `of`: phase -> the cost of all of its ops; `interrupted_share`: see turns.py."""
+    """The patterns of a trace. `of`: phase -> the cost of all of its ops; `interrupted_share`: see turns.py."""
 
     patterns: tuple[Pattern, ...] = ()
     steps: int = 1
@@ -38,12 +38,12 @@ class Patterns:
     interrupted_share: float | None = None
 
     def table(self, timed_s: Mapping[str, float] = _NONE_TIMED) -> Columns:
-        """The rows, per step: one for each pattern and phase. `timed_s`: pattern -> what the other way takes, where timed."""
+        """The rows, per step: one for each pattern and phase. `timed_s`: pattern -> seconds of the other way, where timed."""
         rows = [row for pattern in self.patterns for row in self._rows(pattern, timed_s.get(pattern.name))]
         return columns_of([row for row in rows if row["time_s"] > 0])
 
     def _rows(self, pattern: Pattern, timed_s: float | None) -> Iterator[dict[str, Any]]:
-        """A row for each phase, among which the least is divided as the time is."""
+        """A row for each phase; the least time is divided among phases in proportion to their time."""
         per_step, whole_ns = 1e9 * self.steps, pattern.time_ns
         least_s = min(pattern.least_ns, whole_ns) / per_step if timed_s is None else timed_s
         for phase, cost in pattern.costs.items():
@@ -68,9 +68,16 @@ def find_patterns(work: TraceWork) -> Patterns:
     if not has_shapes(work):
         return Patterns()
     ops = StepOps(work)
-    found = (*written_out(ops), *with_mask(ops), *by_tensor(ops), *in_slices(ops), *in_fp32(ops), *fused_in_fp32(ops))
+    patterns = (
+        *written_out(ops),
+        *with_mask(ops),
+        *by_tensor(ops),
+        *in_slices(ops),
+        *in_fp32(ops),
+        *fused_in_fp32(ops),
+    )
     return Patterns(
-        patterns=found,
+        patterns=patterns,
         steps=ops.steps,
         of=ops.of,
         sixteen_bit=sixteen_bit_work(ops),

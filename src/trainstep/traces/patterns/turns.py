@@ -1,4 +1,4 @@
-"""How much of a GPU's time in a step belonged to other processes: `interrupted_share(ops)`.
+"""The share of a GPU's time in a step that other processes had: `interrupted_share(ops)`.
 
 Processes share a GPU by taking turns, and the time of an interrupted kernel goes on counting. Ops with the same name, shapes and
 dtypes, such as those of each layer, should take equally long, and a turn of a millisecond or two rarely hits a short one. So
@@ -11,11 +11,11 @@ import statistics
 from trainstep.traces.patterns.step_ops import NOTHING, StepOps, tensors
 
 _LEAST_CALLS = 8
-"""Of an op, in all steps of the trace: fewer have no lower quartile to speak of."""
+"""The fewest calls of an op, in all steps of the trace, from which a lower quartile is taken."""
 _LEAST_SHARE = 0.2
-"""The share of the step's time that must be in such ops, to speak for the others."""
+"""The least share of the step's time in such ops from which they represent the others."""
 _LONGEST_NS = 1_000_000
-"""Longer ops are interrupted every time, so none shows what it takes alone."""
+"""Longer ops are interrupted every time, so no call shows its time alone."""
 _LEFT_OUT = ("copy_", "c10d::", "record_param_comms", "nccl")
 
 

@@ -173,5 +173,5 @@ time.sleep(600)
 
 
 def test_a_number_that_is_no_socket_is_refused():
-    with pytest.raises(ValueError, match="turn: 0 is no socket"):
+    with pytest.raises(ValueError, match="turn: 0 is not a socket"):
         Turn(0)

@@ -1,1 +1,1 @@
-"""A script of somebody that is started again, changed from outside, and compared with itself: `--apply`, and proofs of scripts."""
+"""Changes a user's script from outside and compares it with itself: for `--apply`, and for proofs of scripts."""

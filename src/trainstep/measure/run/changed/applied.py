@@ -1,4 +1,4 @@
-"""Changes of somebody's own script, made from outside: constructors are wrapped before it runs, its module once that is known.
+"""Changes a user's script from outside: wraps constructors before the script runs, and changes its module once that is known.
 
     applied = Applied({"adamw": "fused", "compile": "module"})
     applied.install()               # after torch was imported, before the script builds anything
@@ -9,10 +9,10 @@
 Each change is a function here. It counts what it changed, because a change that found nothing to change proves nothing: a script
 without a DataLoader runs under `workers=8` exactly as before. What is wrapped stays wrapped until the process ends.
 
-[Note: what stays the script's] A change never overrules what it cannot keep: a DataLoader of an IterableDataset keeps its workers
-(each would give all of the data), an optimizer whose arguments torch refuses with `fused` is built as written, attention with a
-mask or dropout goes to torch. The first step runs before the outermost module is known, so that changes of the module begin with
-a later one.
+[Note: what stays the script's] A change leaves alone what it could not keep correct: a DataLoader of an IterableDataset keeps its
+workers (each worker would give all of the data), an optimizer whose arguments torch refuses with `fused` is built as written, and
+attention with a mask or dropout goes to torch. The first step runs before the outermost module is known, so changes of the module
+begin with a later step.
 """
 
 import functools
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainstep.measure.run.changed.attention import models_said_causal, said_causal, with_our_kernel
+from trainstep.measure.run.changed.fused_ops import with_our_ops
 from trainstep.measure.run.device_clock import matmul_precision
 from trainstep.ops.adamw import AdamW
 
@@ -47,7 +48,7 @@ class Applied:
         self._script_compiles = self._compiles_itself = False
         self.in_warmups = True
         self.batch_size: int | None = None
-        """Of the script's own loaders whose batch is changed."""
+        """The batch size that the script itself gives the loaders that are changed."""
 
     def install(self) -> None:
         """Wrap what the script will call."""
@@ -59,6 +60,8 @@ class Applied:
         """Change the outermost module. Called once, when no forward pass is under way."""
         if "mask" in self.changes:
             models_said_causal(self, module)
+        if "ops" in self.changes:
+            with_our_ops(self, module)
         mode = self.changes.get("compile")
         if mode is not None:
             self._compile_module(module, mode)
@@ -67,20 +70,20 @@ class Applied:
             self.did("precision")
 
     def step_ended(self, steps: int) -> None:
-        """Between two steps."""
+        """Do what the changes need between two steps."""
         if self.changes.get("compile") == "reduce_overhead":
-            torch.compiler.cudagraph_mark_step_begin()  # else a graph's results are thought to be needed still
+            torch.compiler.cudagraph_mark_step_begin()  # else torch keeps a graph's results as still needed
         if "gc" in self.changes and steps % _COLLECT_EVERY == 1:
             gc.disable()
             gc.collect()
             self.did("gc")
 
     def did(self, name: str) -> None:
-        """The change found something to change."""
+        """Count that the change found something to change."""
         self.counts[name] += 1
 
     def left(self, name: str, why: str) -> None:
-        """Something stays as it is."""
+        """Note why something stays as it is."""
         self._why.setdefault(name, why)
 
     @property
@@ -92,7 +95,7 @@ class Applied:
         return why
 
     def compile_options(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The options of a torch.compile that the script calls, as the change wants them."""
+        """The options for a call of torch.compile by the script, with the change applied."""
         if self._compiles_itself:  # this call is the change's own
             return options
         self._script_compiles = True
@@ -109,13 +112,13 @@ class Applied:
         return {**options, "mode": "reduce-overhead"}
 
     def _compile_module(self, module: torch.nn.Module, value: str) -> None:
-        """Compile it in place, so that whoever has it calls the compiled one; of DDP what is in it, since its forward sends."""
+        """Compile the module in place, so that all who hold it call compiled code; of DDP the inner one, as DDP's forward sends."""
         if self._script_compiles:
             return
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         options: dict[str, Any] = {"mode": "reduce-overhead"} if value == "reduce_overhead" else {}
         self._compiles_itself = True
-        if type(inner).forward.__module__.startswith("torch."):  # of a plain Sequential, `compile()` compiles nothing
+        if type(inner).forward.__module__.startswith("torch."):  # for a plain Sequential, `compile()` compiles nothing
             inner._compiled_call_impl = torch.compile(functools.partial(_call_of, inner), **options)
         else:
             inner.compile(**options)
@@ -128,12 +131,12 @@ def _call_of(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
 
 
 def _adamw(applied: Applied, value: str) -> None:
-    """Fused: each torch.optim.Adam and AdamW is built with fused=True. By trainstep: torch.optim.AdamW is ours."""
+    """`fused`: build each torch.optim.Adam and AdamW with fused=True. `trainstep`: replace torch.optim.AdamW by ours."""
     if value == "trainstep":
         _wrap(torch.optim, "AdamW", functools.partial(_trainstep_adamw, applied))
         return
     kinds: set[type] = {torch.optim.Adam}
-    if torch.optim.Adam not in torch.optim.AdamW.__mro__:  # in older torch; else its constructor calls Adam's
+    if torch.optim.Adam not in torch.optim.AdamW.__mro__:  # true in older torch; else AdamW's constructor calls Adam's
         kinds.add(torch.optim.AdamW)
     for kind in kinds:
         _wrap(kind, "__init__", functools.partial(_fused_init, applied))
@@ -142,7 +145,7 @@ def _adamw(applied: Applied, value: str) -> None:
 def _fused_init(applied: Applied, init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def fused_init(optimizer: Any, params: Any, *arguments: Any, **options: Any) -> None:
-        params = params if isinstance(params, torch.Tensor) else list(params)  # a generator serves one attempt only
+        params = params if isinstance(params, torch.Tensor) else list(params)  # a generator can be read only once
         if options.get("fused") or options.get("differentiable"):
             applied.left("adamw", "it is fused already" if options.get("fused") else "it is differentiable")
             return init(optimizer, params, *arguments, **options)
@@ -161,12 +164,12 @@ def _fused_init(applied: Applied, init: Callable[..., None]) -> Callable[..., No
 
 
 def _has_fused_kernel(weight: torch.Tensor) -> bool:
-    """What torch itself checks, but only in the first step."""
+    """Whether torch's fused kernel takes this parameter; torch itself checks it only in the first step."""
     return weight.device.type in ("cpu", "cuda") and torch.is_floating_point(weight)
 
 
 def _trainstep_adamw(applied: Applied, original: Callable[..., Any]) -> type:
-    """A class that builds trainstep's AdamW, or torch's where options ask for what ours has not."""
+    """A class that builds trainstep's AdamW, or torch's if an option asks for what ours lacks."""
 
     class AppliedAdamW(AdamW):
         """trainstep's AdamW with the arguments of torch's."""
@@ -187,7 +190,7 @@ def _trainstep_adamw(applied: Applied, original: Callable[..., Any]) -> type:
 
 
 def _loaders(applied: Applied, _: str) -> None:
-    """Each DataLoader is built with the workers, the pinned memory and the batch that are asked for, by one wrapper."""
+    """Build each DataLoader with the requested workers, pinned memory and batch size; one wrapper makes all three changes."""
     if not hasattr(DataLoader.__init__, "changes_loaders"):
         _wrap(DataLoader, "__init__", functools.partial(_changed_loader, applied))
 
@@ -225,7 +228,7 @@ def _changed_loader(applied: Applied, init: Callable[..., None]) -> Callable[...
 
 
 def _change_batch(applied: Applied, given: dict[str, Any]) -> None:
-    """The batch of the first loader that has one, and of others with the same: those that evaluate have often another."""
+    """Change the batch size of the first loader that has one, and of loaders with the same size; evaluation often uses another."""
     size = given.get("batch_size", 1)
     if given.get("batch_sampler") is not None or size is None:
         applied.left("batch_size", "a loader has a sampler of whole batches, or gives samples one by one")
@@ -236,9 +239,9 @@ def _change_batch(applied: Applied, given: dict[str, Any]) -> None:
 
 
 def _copies(applied: Applied, _: str) -> None:
-    """No copy from pinned memory to a GPU makes the host wait.
+    """Make copies from pinned memory to a GPU non-blocking, so that the host does not wait for them.
 
-    torch keeps memory that is freed until the copy is done. It does not keep a script from writing into a buffer of its own before.
+    torch keeps freed memory until the copy is done. It does not stop a script from writing into its own buffer before that.
     """
 
     def made(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,7 +261,7 @@ def _copies(applied: Applied, _: str) -> None:
 
 
 def _is_waited_for(tensor: torch.Tensor, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether this is a copy from pinned memory to a GPU for which the host waits. A third argument by place is left alone."""
+    """Whether this is a copy from pinned memory to a GPU for which the host waits. A call with a bool by position is left alone."""
     if tensor.device.type != "cpu" or options.get("non_blocking") or any(isinstance(each, bool) for each in arguments):
         return False
     target = options.get("device", options.get("other", next(iter(arguments), None)))
@@ -272,7 +275,7 @@ def _is_waited_for(tensor: torch.Tensor, name: str, arguments: Sequence[Any], op
 
 
 def _compile(applied: Applied, _: str) -> None:
-    """Each torch.compile of the script, which `Module.compile` calls too, has the mode that is asked for."""
+    """Give each torch.compile of the script, which `Module.compile` calls too, the requested mode."""
 
     def made(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -285,14 +288,14 @@ def _compile(applied: Applied, _: str) -> None:
 
 
 def _precision(applied: Applied, value: str) -> None:
-    """TF32 for fp32 matmuls. Autocast waits for the outermost module."""
+    """Turn on TF32 for fp32 matmuls. Autocast is turned on later, when the outermost module is known."""
     if value == "tf32" and matmul_precision() == "highest":
         torch.set_float32_matmul_precision("high")
         applied.did("precision")
 
 
 def _under_autocast(module: torch.nn.Module) -> None:
-    """Each forward pass of the module under bf16 autocast, its results in fp32, as loss functions outside expect them."""
+    """Run each forward pass of the module under bf16 autocast, with results in fp32, as loss functions outside expect them."""
     parameter = next(module.parameters(), None)
     device = "cpu" if parameter is None else parameter.device.type
     contexts: list[Any] = []
@@ -324,7 +327,7 @@ def _in_fp32(value: Any) -> Any:
 
 
 def _buckets(applied: Applied, value: str) -> None:
-    """DistributedDataParallel is built with buckets of so many MiB."""
+    """Build each DistributedDataParallel with buckets of so many MiB."""
 
     def made(init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
@@ -359,11 +362,12 @@ _NOTHING: Mapping[str, str] = {
     "pin_memory": "the script builds no DataLoader",
     "batch_size": "the script builds no DataLoader",
     "copies": "no copy from pinned memory to a GPU makes the host wait",
-    "compile": "no module of the script was called outermost",
-    "precision": "no module of the script was called outermost",
+    "compile": "no outermost module of the script was called",
+    "precision": "no outermost module of the script was called",
     "attention": "the script calls no scaled_dot_product_attention",
     "mask": "the script calls no scaled_dot_product_attention",
+    "ops": "no part of the script's module computes what one of trainstep's ops does",
     "bucket_cap_mb": "the script builds no DistributedDataParallel",
     "gc": "no step ended",
 }
-"""Change -> why it changed nothing, where nothing else is known."""
+"""Change -> why it changed nothing, if no other reason was noted."""

@@ -1,4 +1,4 @@
-"""Changes of a script's attention, made from outside: another kernel, and a mask that is causal in words in place of numbers.
+"""Changes a script's attention from outside: runs another kernel, and replaces causal masks by is_causal=True.
 
     with_our_kernel(applied)                 # scaled_dot_product_attention by trainstep's kernel, where it takes the call
     said_causal(applied)                     # a causal mask becomes is_causal=True
@@ -6,14 +6,15 @@
 
 `applied` notes what was done and what was left (applied.py).
 
-[Note: is it causal] Kernels skip what is_causal hides and compute all that a mask hides. In the first steps each mask is looked at,
-for which the host waits. One that is not causal keeps all masks of its shape. Afterwards nobody looks: masks of a shape that were
-all causal count as such, as they would if their author had written is_causal.
+[Note: is it causal] Kernels skip what is_causal hides and compute all that a mask hides. In the warm-ups each mask is read, for
+which the host waits. If one mask is not causal, all masks of its shape stay masks. Afterwards only the first mask of a new shape is
+read: if all masks of a shape that were read are causal, the later ones count as causal, as if their author had written is_causal.
 
-[Note: masks of Hugging Face's models] Before it makes a mask, transformers looks whether any token is padding or packed. While
-torch.compile traces the model it cannot look, so that every compiled model attends with a mask (seen in transformers 5.17 and 5.23
-with GPT-2 and Llama). It makes none for an attention whose name it does not know. Whoever says so promises that no sequence is
-padded or packed; losses tell, if one was. Models with a window, an encoder or cross attention keep their masks.
+[Note: masks of Hugging Face's models] Before transformers makes a mask, it checks whether any token is padding or packed. While
+torch.compile traces the model it cannot check, so every compiled model attends with a mask (seen in transformers 5.17 and 5.23
+with GPT-2 and Llama). transformers makes no mask for an attention whose name it does not know. Whoever asks for this change
+promises that no sequence is padded or packed; if one was, the losses show it. Models with a window, an encoder or cross attention
+keep their masks.
 """
 
 import functools
@@ -30,12 +31,12 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HEAD_DIMS = range(8, 257)
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HIDDEN = -1e4
-"""An additive mask hides with this or less."""
+"""An additive mask hides a position where its value is this or less."""
 _NAME = "sdpa_said_causal"
 
 
 class Notes(Protocol):
-    """What a change did, and why it did not."""
+    """Notes what a change did, or why it did nothing."""
 
     @property
     def in_warmups(self) -> bool:
@@ -43,19 +44,19 @@ class Notes(Protocol):
         ...
 
     def did(self, name: str) -> None:
-        """The change found something to change."""
+        """Count that the change found something to change."""
         ...
 
     def left(self, name: str, why: str) -> None:
-        """Something stays as it is."""
+        """Note why something stays as it is."""
         ...
 
 
 def with_our_kernel(applied: Notes) -> None:
-    """torch.nn.functional.scaled_dot_product_attention by trainstep's kernel, where it takes the call."""
+    """Run torch.nn.functional.scaled_dot_product_attention by trainstep's kernel, where the kernel takes the call."""
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def noted() -> bool:  # while a graph is traced this runs once, and is no part of it
+    def noted() -> bool:  # while a graph is traced, this runs once and is not part of the graph
         applied.did("attention")
         return True
 
@@ -67,8 +68,8 @@ def with_our_kernel(applied: Notes) -> None:
             return original(attn_mask=mask, **call)
         noted()
         options = {name: call[name] for name in ("is_causal", "scale", "enable_gqa")}
-        found = flash_attention(*taken[:3], **options)
-        return found if isinstance(found, torch.Tensor) else found[0]
+        output = flash_attention(*taken[:3], **options)
+        return output if isinstance(output, torch.Tensor) else output[0]
 
     applied.left("attention", "each call has a mask, dropout, or tensors that the kernel does not take")
     _wrap(attention)
@@ -86,7 +87,7 @@ def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
 
 
 def said_causal(applied: Notes) -> None:
-    """A mask of scaled_dot_product_attention that is causal becomes is_causal=True. [Note: is it causal]"""
+    """Replace a causal mask of scaled_dot_product_attention by is_causal=True. [Note: is it causal]"""
     seen: dict[tuple[int, ...], bool] = {}
 
     def attention(
@@ -94,7 +95,7 @@ def said_causal(applied: Notes) -> None:
     ) -> torch.Tensor:
         if mask is None or torch.compiler.is_compiling():
             return original(attn_mask=mask, **call)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # nobody may look
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # no mask can be read
             return original(attn_mask=mask, **call)
         shape = tuple(mask.shape)
         is_causal = seen.get(shape, True)
@@ -120,7 +121,7 @@ def _is_causal(mask: torch.Tensor, queries: int, keys: int) -> bool:
 
 
 def models_said_causal(applied: Notes, module: torch.nn.Module) -> None:
-    """Each Hugging Face model in the module whose attention is sdpa makes no mask. [Note: masks of Hugging Face's models]"""
+    """Have each Hugging Face model in the module whose attention is sdpa make no mask. [Note: masks of Hugging Face's models]"""
     interface: Any = getattr(sys.modules.get("transformers"), "AttentionInterface", None)
     sdpa = interface().get("sdpa") if interface is not None else None
     told: set[torch.nn.Module] = set()
@@ -153,7 +154,7 @@ def _why_masked(model: Any) -> str:
 def _wrap(
     attention: Callable[[Callable[..., torch.Tensor], torch.Tensor | None, dict[str, Any]], torch.Tensor],
 ) -> None:
-    """Put a function in the way of scaled_dot_product_attention. It gets the original, the mask, and all other arguments."""
+    """Replace scaled_dot_product_attention by a function that gets the original, the mask, and all other arguments."""
     original = torch.nn.functional.scaled_dot_product_attention
 
     @functools.wraps(original)

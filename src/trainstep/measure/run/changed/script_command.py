@@ -1,4 +1,4 @@
-"""How a recorded script is started again: `command_of(record)` of a record of `trainstep run`. ValueError where it cannot be."""
+"""Finds how to start a recorded script again: `command_of(record)` of a record of `trainstep run`. ValueError if it cannot be."""
 
 import os
 import shlex
@@ -13,18 +13,18 @@ class ScriptCommand:
     """How a recorded script is started again."""
 
     words: tuple[str, ...]
-    """Of `trainstep run`: the script, and its arguments."""
+    """The words of `trainstep run` after its own options: the script and its arguments."""
     folder: str
     ranks: int
     source: str
     """SHA-256 of the script as it is now."""
     changed: bool
-    """Whether that is not the script of the record."""
+    """Whether the script has changed since the record."""
     record: Record
 
 
 def command_of(record: Record) -> ScriptCommand:
-    """How the script of a record is started again. ValueError where it cannot be."""
+    """How to start the script of a record again. ValueError if that is impossible."""
     name, ranks = str(record.config["script"]), int(record.config.get("ranks", 1))
     if not str(record.fact("command", "")).startswith("trainstep run"):
         raise ValueError(

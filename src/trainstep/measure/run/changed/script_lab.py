@@ -1,25 +1,26 @@
-"""Compares somebody's own script with itself under changes from outside, for a proof.
+"""Compares a user's script with itself under changes from outside, for a proof.
 
     command = command_of(record)                    # script_command.py
     lab = ScriptLab(store, command, steps=40, ...)
     lab.measure_in_rounds([{"adamw": "fused"}, {"workers": "8"}])
     lab.trial({}, 0), lab.compare({}, {"adamw": "fused"}, 0)
 
-The callbacks of plan/trials.py for a script, on processes that have one window or several (script_processes.py).
+The lab has the callbacks of plan/trials.py for a script, on processes that have one window or several (script_processes.py).
 
-[Note: the order] In a round the original and each change have a window; the next round has the opposite order. Where a process may
-have several windows, the first two rounds share processes, and so do all others, of the changes that may help; else as many of the
-others start together as have room. A change's pairs are its windows with the original's in the same rounds, which all changes share
-that have room at once; the others' rounds follow, with an original of their own. A round that a killed command left begins a new
-attempt for the changes that lack it, with the original again, so that a round's pair is never of two commands. A comparison outside
-the rounds has the order a b b a a b b a, each in a process of its own, and a killed one goes on with the process that it was at.
-The interval is Student's over the pairs, as of every comparison of fresh processes (records/compare.py). Pairs of windows that
-share processes do not show what differs from process to process, so what is kept in the end is compared in fresh ones.
+[Note: the order] In a round the original and each change have one window each; the next round has the opposite order. Where a
+process may have several windows, the first two rounds share processes. All later rounds, of the changes that may still help, share
+processes too. Where a process has one window, as many of the later rounds start together as have room. A change's pairs are its
+windows and the original's in the same rounds. All changes that have room at once share the original's windows; the rounds of the
+other changes follow, with an original of their own. If a killed command left a round incomplete, the changes that lack it begin a
+new attempt, with the original again, so that a round's pair never comes from two commands. A comparison outside the rounds has the
+order a b b a a b b a, each in a process of its own; after a kill it continues with the process that was running. The interval is
+Student's over the pairs, as in every comparison of fresh processes (records/compare.py). Windows that share processes do not show
+how processes differ, so the changes that are kept in the end are compared in fresh processes.
 
-[Note: futility] A change that was not faster in the first two pairs by the least gain is given up there: 2 %, and 1 % where
-processes have several windows, which cost seconds and differ by half a per cent. So is a batch size where another one was faster
-in both, by more than 2 %: only one of them can be taken, and no losses decide between them. That loses changes of a few per cent
-on a noisy machine, and never makes one: `faster` always has all of its pairs.
+[Note: futility] A change is given up after the first two pairs if it was faster by the least gain in neither. The least gain is
+2 %, or 1 % where processes have several windows, which cost seconds and differ by half a per cent. A batch size is given up too if
+another batch size was faster by more than 2 % in both pairs: only one of them can be taken, and no losses decide between them.
+The rule loses changes of a few per cent on a noisy machine, and never invents one: the verdict `faster` always has all pairs.
 """
 
 import math
@@ -40,18 +41,18 @@ FEWEST_PAIRS = MINIMUM_PAIRS + 1
 """An even number, so that both orders are equally frequent."""
 _TRIED_PAIRS = 2
 _LEAST_GAIN, _LEAST_GAIN_SHARED = 0.02, 0.01
-"""Of processes with one window, and of those with several. [Note: futility]"""
+"""The least gain where processes have one window, and where they have several. [Note: futility]"""
 _ORIGINAL = "the original"
 _FUTILE = "not {least:.0f} % faster in either of the first {pairs} pairs, so it was not compared further"
 
 
 class ScriptLab(ScriptProcesses):
-    """Measures what the store does not have, until the budget is spent; nothing in a dry run. As measure/harness/lab.py."""
+    """Measures what the store lacks until the budget is spent, and nothing in a dry run, as measure/harness/lab.py does."""
 
     def __init__(
         self, store: Store, command: ScriptCommand, *, pairs: int, say: Callable[[str], None], **options: Any
     ) -> None:
-        """`options`: of ScriptProcesses. ValueError for too few pairs."""
+        """`options`: those of ScriptProcesses. ValueError for too few pairs."""
         if pairs < MINIMUM_PAIRS:
             raise ValueError(
                 f"processes: an interval needs at least {MINIMUM_PAIRS} processes a side of a script, not {pairs}"
@@ -59,9 +60,9 @@ class ScriptLab(ScriptProcesses):
         super().__init__(store, command, pairs=pairs, **options)
         self._say = say
         self._in_rounds: dict[str, Options] = {}
-        """Key -> change, of those that rounds measure."""
+        """Key -> change, for the changes that are measured in rounds."""
         self.cut_off: list[str] = []
-        """Names of the changes that have had some of their rounds when the budget ended."""
+        """Names of the changes that had only some of their rounds when the budget ended."""
 
     def comparison_s(self, _: Options) -> float:
         """About how many seconds the last comparison takes: half of its windows take as long as those of its slowest change."""
@@ -77,11 +78,12 @@ class ScriptLab(ScriptProcesses):
         return None if records is None else records[0]
 
     def measure_in_rounds(self, tried: Sequence[Options]) -> None:
-        """Measure these against the original, all in each round, as far as the budget goes. `trial` and `compare` find them then.
+        """Measure these changes against the original, all in each round, within the budget. `trial` and `compare` find them then.
 
-        [Note: the budget] The budget keeps room for one comparison in the end, of all that helped, while two may help. Where it has
-        no room for that and for further rounds of all that may help, the rounds end after the first two, and that comparison
-        decides: it has all of its pairs, in fresh processes, and one change with all of its rounds would be worth less.
+        [Note: the budget] While two changes may help, the budget keeps room for one last comparison, of all changes that helped
+        together. If it lacks room for both that comparison and further rounds of all changes that may help, the rounds end after
+        the first two and the comparison decides: it has all of its pairs, in fresh processes, which is worth more than one change
+        with all of its rounds.
         """
         self._in_rounds = {self.key_of(options): options for options in tried}
         left, pair = list(tried), 0
@@ -103,7 +105,7 @@ class ScriptLab(ScriptProcesses):
                 for each in to_come:
                     self._say(f"round {each + 1} of {self._pairs}: {self._ratio_words(left, each)}")
             pair += len(to_come)
-        # What had no round, for lack of time, has an original of its own if time is found after all
+        # A change that had no round for lack of time is compared with an original of its own if time is left after all
         for key in [key for key, options in self._in_rounds.items() if not self._has_round(options, 0)]:
             del self._in_rounds[key]
 
@@ -118,7 +120,7 @@ class ScriptLab(ScriptProcesses):
         return range(pair, pair + count)
 
     def _parts(self, left: Sequence[Options]) -> list[list[Options]]:
-        """The changes in parts that have room beside an original."""
+        """The changes, split into parts that each have room beside an original."""
         parts: list[list[Options]] = []
         for options in left:
             if not parts or (self.may_share and not self._have_room([self.start, *parts[-1], options])):
@@ -127,13 +129,13 @@ class ScriptLab(ScriptProcesses):
         return parts
 
     def _measure_rounds(self, part: Sequence[Options], rounds: Sequence[int]) -> bool:
-        """Measure what these rounds still need. False if nothing may run, or no longer."""
+        """Measure the windows that these rounds still lack. False if no process may run, or no longer."""
         roles = [role for each in rounds for role in self._lacking(part, each)]
         shared = self.may_share and self._have_room([self.start, *part])
         return self._processes(roles, counts=False, shared=shared) is not None
 
     def _lacking(self, left: Sequence[Options], pair: int) -> list[Role]:
-        """What a round of these still needs: the original, and each that has no pair yet. [Note: the order]"""
+        """The roles that a round of these still lacks: the original's, and that of each change without a pair. [Note: the order]"""
         lacking = [options for options in left if not self._has_round(options, pair)]
         attempt = self._next_attempt(pair)
         roles = [self._of_round(options, pair, attempt) for options in (self.start, *lacking)] if lacking else []
@@ -144,7 +146,7 @@ class ScriptLab(ScriptProcesses):
         return "" if tried is None else tried.failure_kind
 
     def _ratios(self, options: Options) -> list[float]:
-        """What the change takes of the original's time, in each round so far."""
+        """The change's time over the original's, in each round so far."""
         ratios = []
         for pair in range(self._pairs):
             before, after = (self._known.get(self._name(*role)) for role in self._in_round(options, pair))
@@ -154,12 +156,12 @@ class ScriptLab(ScriptProcesses):
         return ratios
 
     def _of_round(self, options: Options, pair: int, attempt: int) -> Role:
-        """A round's window. The original's first trial is no part of a round. [Note: the order]"""
+        """The role of a window in a round. The original's first trial is not part of a round. [Note: the order]"""
         number = pair if self.changes(options) else pair + 1
         return options, f"trial {number}" + (f" attempt {attempt}" if attempt else "")
 
     def _in_round(self, options: Options, pair: int) -> tuple[Role, Role]:
-        """The original and the change in a round: as they were measured in one attempt, or will be in the next one."""
+        """The roles of the original and of the change in a round: in the attempt that measured both, else in the next attempt."""
         coming = self._next_attempt(pair)
         for attempt in range(coming, -1, -1):
             both = self._of_round(self.start, pair, attempt), self._of_round(options, pair, attempt)
@@ -171,7 +173,7 @@ class ScriptLab(ScriptProcesses):
         return all(self._name(*role) in self._known for role in self._in_round(options, pair))
 
     def _next_attempt(self, pair: int) -> int:
-        """The first attempt of a round of which nothing is known."""
+        """The number of the first attempt at a round that has no record yet."""
         attempt, taking_part = 0, (self.start, *self._in_rounds.values())
         while any(self._name(*self._of_round(options, pair, attempt)) in self._known for options in taking_part):
             attempt += 1
@@ -230,9 +232,9 @@ class ScriptLab(ScriptProcesses):
         return f"{', '.join(words) or 'no change'} of the original's time"
 
     def trial(self, options: Options, repeat: int) -> Trial | None:
-        """One process, or an earlier command's record of it. A change that found nothing to change failed."""
+        """Run one process, or take an earlier command's record of it. A change that found nothing to change counts as failed."""
         in_rounds = self.changes(options) and self._is_in_rounds(self.start, options, 0)
-        apart = f"alone {repeat}" if self.changes(options) else f"trial {repeat}"  # other names than a round's
+        apart = f"alone {repeat}" if self.changes(options) else f"trial {repeat}"  # not the names of a round's windows
         role = self._in_round(options, repeat)[1] if in_rounds else (options, apart)
         records = self._processes([role])
         if records is None:
@@ -248,14 +250,14 @@ class ScriptLab(ScriptProcesses):
             return Trial(failure_kind="not applied", phase="build", message=f"it found nothing to change: {why}")
         if "compile" in self.changes(options) and not record.fact("compiled_graphs"):
             return Trial(failure_kind="not applied", phase="build", message="torch.compile found nothing to compile")
-        # A process's later windows have the losses of its first ten steps again, and are no other run.
+        # A process's later windows repeat the losses of its first ten steps, so they do not count as another run.
         firsts = (known for known in self._known.values() if known.fact("timed_windows", 1) == 1)
         alike = [known for known in firsts if known.key == record.key and known is not record]
         others = tuple(losses for losses in map(_losses, alike) if losses and None not in losses)
         return Trial(losses=_losses(record), others=others, step_s=record.samples["step"].values[0])
 
     def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
-        """Pairs of processes, or earlier commands' records of them. [Note: the order]"""
+        """Compare pairs of processes, or earlier commands' records of them. [Note: the order]"""
         name = text_of_changes(self.changes(after))
         roles = self._roles(before, after, repeat)
         if failed := self._failure_in(roles):
@@ -263,13 +265,13 @@ class ScriptLab(ScriptProcesses):
         left = [role for role in roles if self._name(*role) not in self._known]
         in_rounds = self._is_in_rounds(before, after, repeat)
         if left and (self._dry_run or in_rounds or self._is_spent(self._expected_s([options for options, _ in left]))):
-            # The originals of rounds that are over are no pairs for processes that would run now
+            # Processes that would run now cannot be paired with the originals of rounds that are over
             if in_rounds and (why := self._given_up(after)):
                 return _ended(why, self._ratios(after)[:_TRIED_PAIRS])
             return self._cut_off(name, self._ratios(after) if in_rounds else ())
         ratios: list[float] = []
         times_s: tuple[list[float], list[float]] = ([], [])
-        tried = 0 if repeat else 2 * _TRIED_PAIRS  # what helped once is not given up early: all start together
+        tried = 0 if repeat else 2 * _TRIED_PAIRS  # a change that helped once is not given up early: all start together
         for part in (roles[:tried], roles[tried:]):
             records = self._processes(part, counts=False)
             if records is None:
@@ -294,7 +296,7 @@ class ScriptLab(ScriptProcesses):
         return comparison
 
     def _failure_in(self, roles: Sequence[Role]) -> Comparison | None:
-        """The end of a comparison of which a process is known to have failed; None if none has."""
+        """The result of a comparison if one of its processes is known to have failed; None if none has."""
         for options, role in roles:
             known = self._known.get(self._name(options, role))
             if known is not None and not known.samples:
@@ -305,7 +307,7 @@ class ScriptLab(ScriptProcesses):
         return None
 
     def _cut_off(self, name: str, ratios: Sequence[float]) -> Comparison | None:
-        """A comparison of which the budget has ended the rounds, so that those of other changes count; None without any round."""
+        """The result of a comparison whose rounds the budget ended, so that those of other changes count; None without a round."""
         if not ratios:
             return None
         self.cut_off.append(name)
@@ -331,7 +333,7 @@ def _losses(record: Record) -> tuple[Any, ...]:
 
 
 def _ended(reason: str, ratios: Sequence[float], *, is_cut_off: bool = False) -> Comparison:
-    """A comparison that ended before it had all of its pairs."""
+    """The result of a comparison that ended before it had all of its pairs."""
     ratio = math.exp(fmean(map(math.log, ratios)))
     return Comparison(
         verdict="cannot tell",

@@ -1,12 +1,12 @@
-"""Runs somebody's own script in fresh processes, several at once, each with its changes from outside.
+"""Runs a user's script in fresh processes, several at once, each with its changes from outside.
 
     processes = ScriptProcesses(store, command, steps=40, ...)
 
-Each window of a process has a role, is a record in the store when it ends, and is looked up before another process is started, so
-that a proof that was killed goes on with the window that it was at. Several processes start together, as many as have room, so that
-a proof is not mostly imports and compilations; their windows follow one another while others wait (turns.py). A window gives one
-value, its mean step (steering.py). Roles of the same changes may share a process; where the script ends before it has had all of
-their windows, the others have processes of their own. A script of several ranks runs alone.
+Each window of a process has a role. When the window ends it becomes a record in the store, where it is looked up before another
+process is started, so that a killed proof continues with the window that was running. As many processes start together as have
+room, so that a proof is not mostly imports and compilations; then one process runs its window while the others wait (turns.py). A
+window gives one value, its mean step (steering.py). Roles of the same changes may share a process; if the script ends before all of
+their windows, the remaining roles have processes of their own. A script of several ranks runs alone.
 """
 
 import hashlib
@@ -33,18 +33,18 @@ from trainstep.records.record import Environment, Failure, Record, Samples
 from trainstep.records.store import Store
 
 _FIRST_S = 30.0
-"""Seconds that a process is thought to take before one has ended."""
+"""Expected seconds of a process, before any process has ended."""
 _TURN_SHARE = 0.1
-"""A process's turn takes about this share of the first one's time, most of which are imports and compilations: 0.08 and 0.15 on an
+"""A turn takes about this share of the first process's time, which is mostly imports and compilations: 0.08 and 0.15 on an
 H200 (results/h200/script_hugging_face_proof.ndjson, script_nano_proof.ndjson)."""
 _MOST_TOGETHER = 10
 _CONTEXT_BYTES = 2**30
-"""What the driver takes of a GPU for a process, beside torch's memory."""
+"""GPU memory that the driver takes for a process, beside torch's memory."""
 _ROOM = 1.1
-"""A change may need more memory than the original. What fails for it beside others runs again alone."""
+"""Factor on the expected memory, as a change may need more. A process that still fails beside others runs again alone."""
 
 Role = tuple[Options, str]
-"""What a window's process runs, and the window's name among those of the same."""
+"""The options of a window's process, and the window's name among windows with the same options."""
 
 
 class ScriptProcesses:
@@ -64,27 +64,27 @@ class ScriptProcesses:
         began_s: float | None = None,
         dry_run: bool = False,
     ) -> None:
-        """`pairs`: of processes, in a comparison. `facts`: of every record. `here`: this machine."""
+        """`pairs`: number of pairs of processes in a comparison. `facts`: added to every record. `here`: this machine."""
         self.store, self.command = store, command
         self._steps, self._pairs, self._timeout_s = steps, pairs, timeout_s
         self._facts, self._here = facts, here
         self._budget_minutes, self._dry_run = budget_minutes, dry_run
         self._began_s = time.monotonic() if began_s is None else began_s
         self.start: Options = {}
-        """The original: its precision, once known."""
+        """The options of the original, once known, such as its precision."""
         self.reserved = 0
         """Number of comparisons for which the budget must have room after the next measurement."""
-        # What a time limit ended is tried again, as this command's may be longer.
+        # A process that a time limit ended is tried again, as this command's limit may be longer.
         done = [record for record in store.finished() if record.failure is None or record.failure.kind != "timeout"]
         self._known = {str(record.fact("process")): record for record in done if record.fact("process")}
         self._starts_s: list[float] = []
-        """Of processes that started together, the first one's share of their time: all start in it."""
+        """Seconds of the first turn of processes that started together; it includes the start of all of them."""
         self._turns_s: list[float] = []
-        """The others' shares, and those of further windows."""
+        """Seconds of the later turns: of the other processes, and of further windows."""
         self._turns_of: dict[str, list[float]] = {}
-        """The same of each set of changes, by its key."""
+        """Seconds of the later turns of each set of changes, by its key."""
         self.may_share = command.ranks == 1 and command.record.config["device"] == "cuda"
-        """Whether a process may have several windows. On a CPU a start takes seconds, and processes differ by more."""
+        """Whether a process may have several windows. Not on a CPU: a start takes only seconds, and processes differ by more."""
         for record in self._known.values():
             if self._is_ours(record):
                 self._note_time(record)
@@ -94,7 +94,7 @@ class ScriptProcesses:
         return self._expected_s([self.start] * 2 * self._pairs)
 
     def key_of(self, options: Options) -> str:
-        """Tells sets of changes apart, of this script as it is now."""
+        """The key of a set of changes of this script as it is now."""
         of = [self.command.words, self.command.folder, self.command.source, self.command.ranks, self._steps]
         text = json.dumps([*of, sorted(self.changes(options).items())])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -112,7 +112,7 @@ class ScriptProcesses:
         return self.comparison_s({})
 
     def _expected_s(self, windows: Sequence[Options], *, shared: bool = False) -> float:
-        """About how many seconds windows of these options take, as many processes as have room together."""
+        """About how many seconds windows of these options take, if as many processes as have room start together."""
         roles = [(options, str(number)) for number, options in enumerate(windows)]
         groups = self._groups(roles, shared=shared)
         others = [options for group in groups for options, _ in group[1:]]
@@ -138,17 +138,17 @@ class ScriptProcesses:
         return bool(record.config.get("script") == self.command.record.config["script"])
 
     def _is_spent(self, next_s: float) -> bool:
-        """Whether so many seconds, and what is reserved, would end after the budget. The original's first process runs anyway."""
+        """Whether so many more seconds, and what is reserved, would exceed the budget. The original's first process runs anyway."""
         if self._budget_minutes is None:
             return False
         needed_s = next_s + (self.reserved * self.comparison_s({}) if self.reserved else 0.0)
         return bool(time.monotonic() - self._began_s + needed_s > self._budget_minutes * 60)
 
     def _processes(self, roles: Sequence[Role], *, counts: bool = True, shared: bool = False) -> list[Record] | None:
-        """The records of windows in their roles: an earlier command's, or of processes that run now, on disk as each ends.
+        """The records of the windows with these roles: an earlier command's, or of processes that run now, on disk as each ends.
 
-        `shared`: roles of the same changes may be windows of one process. None in a dry run, and where the budget has no room for
-        them, if that `counts`.
+        `shared`: roles of the same changes may be windows of one process. Returns None in a dry run and, if the budget `counts`,
+        when it has no room for them.
         """
         missing = [role for role in roles if self._name(*role) not in self._known]
         expected_s = self._expected_s([options for options, _ in missing], shared=shared)
@@ -157,7 +157,7 @@ class ScriptProcesses:
         while missing:
             together = self._groups(missing, shared=shared)[0]  # anew each time, as what has run tells what it takes
             failed = self._run_together(together, shared=shared)
-            is_too_short = shared and not self.may_share  # for several windows
+            is_too_short = shared and not self.may_share  # the script is, for several windows
             shared = shared and self.may_share
             self._run_alone(failed, shared=shared)
             missing = [role for role in missing if self._name(*role) not in self._known]
@@ -166,7 +166,7 @@ class ScriptProcesses:
         return [self._known[self._name(*role)] for role in roles]
 
     def _run_together(self, roles: Sequence[Role], *, shared: bool = False) -> list[Role]:
-        """Run processes that start together. Returns what failed, whose records are kept only where they ran alone.
+        """Run processes that start together. Returns the roles that failed beside others; a failure is kept only if it ran alone.
 
         Windows that a script was too short for have no record, and no process is shared from then on.
         """
@@ -194,7 +194,7 @@ class ScriptProcesses:
         return failed
 
     def _run_alone(self, roles: Sequence[Role], *, shared: bool) -> None:
-        """Run what failed beside others, maybe for what they took, once more by itself."""
+        """Run each process that failed beside others once more by itself, as the others may have been the cause."""
         for seat in self._seats(roles, shared=shared):
             self._run_together(seat, shared=shared)
 
@@ -232,7 +232,7 @@ class ScriptProcesses:
     def _have_room(self, together: Sequence[Options]) -> bool:
         """Whether processes of these options may live at once; one is tried in any case.
 
-        Half of the machine's memory is left to workers of loaders, which a process's own does not count.
+        Half of the machine's memory is left to workers of loaders, which a process's own figure does not include.
         """
         takes = [self._taken(options) for options in together]
         if self.command.ranks > 1 or None in takes or len(together) > _MOST_TOGETHER:  # or until the first has ended
@@ -241,10 +241,10 @@ class ScriptProcesses:
         return bool(resident_bytes <= self._here.memory_bytes / 2 and gpu_bytes <= (self._here.gpu_memory_bytes or 0))
 
     def _taken(self, options: Options) -> tuple[float, float] | None:
-        """Bytes of the machine's memory and of the GPU's that such a process is thought to take; None if nobody can say.
+        """Expected bytes of the machine's memory and of the GPU's for a process of these options; None if unknown.
 
-        What such a process took, or one of the same batch, or else the original. Of a batch k times as large k times as much of the
-        GPU, which is too much, as weights do not grow.
+        They are what such a process took, or one with the same batch size, or else the original. For a batch k times as large the
+        GPU's bytes are taken k times, which is too much, as weights do not grow.
         """
         key, start = self.key_of(options), self.key_of(self.start)
         ran = [record for record in self._known.values() if self._is_ours(record) and not record.failure]
@@ -254,23 +254,23 @@ class ScriptProcesses:
         first = same or next((record for record in ran if record.key == start), None) or next(iter(ran), None)
         if first is None:
             return None
-        held = first.fact("peak_reserved_bytes")
-        if first.config["device"] == "cuda" and not (held and self._here.gpu_memory_bytes):
+        peak = first.fact("peak_reserved_bytes")
+        if first.config["device"] == "cuda" and not (peak and self._here.gpu_memory_bytes):
             return None
         work = self._work(options) if same is None else 1.0
-        return _ROOM * (first.fact("peak_rss_bytes") or 0), (_ROOM * held * work + _CONTEXT_BYTES) if held else 0.0
+        return _ROOM * (first.fact("peak_rss_bytes") or 0), (_ROOM * peak * work + _CONTEXT_BYTES) if peak else 0.0
 
     def _work(self, options: Options) -> float:
-        """Sequences of a step over those of the original: with another batch the time of each is compared."""
+        """Sequences of a step over those of the original: with another batch size, times per sequence are compared."""
         batch_size = self.start.get("batch_size")
         return float(int(options["batch_size"]) / int(batch_size)) if batch_size and "batch_size" in options else 1.0
 
     def _whole(
         self, records: Sequence[Record], trouble: str, kind: str, changes: Mapping[str, str], window: int
     ) -> Record | None:
-        """One record of a window: its mean step, with its process's losses and facts; or its failure.
+        """The record of one window: its mean step, with its process's losses and facts; or its failure.
 
-        None where the script ended before this window, and was long enough for another one.
+        None if the script ended before this window, but was long enough for an earlier one.
         """
         last = records[-1] if records else self.command.record
         config = {**last.config, "run": "proof", "first_step": 1}
@@ -295,7 +295,7 @@ class ScriptProcesses:
     def _run(
         self, changes: Sequence[Mapping[str, str]], out: Sequence[Path], turns: Sequence[int]
     ) -> Generator[tuple[int, str, str]]:
-        """Run the script with each of the changes. After each turn: its place, what went wrong, its kind; or empty words."""
+        """Run the script with each of the changes. Yields after each turn: its place, what went wrong, its kind; or empty words."""
         commands = [partial(self._words, each, path) for each, path in zip(changes, out, strict=True)]
         folder, timeout_s = self.command.folder, self._timeout_s
         for place, end in in_turn(commands, turns, folder=folder, environment=_environment(), timeout_s=timeout_s):

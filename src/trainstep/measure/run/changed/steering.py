@@ -1,22 +1,21 @@
-"""A run that is steered: changes are applied, losses are kept, and the script is stopped after so many steps.
+"""Steers a run: applies changes, keeps losses, and stops the script after a given number of steps.
 
     steering = Steering({"adamw": "fused"}, stop_after=40)
     steering.install()                      # before the script builds anything
     steering.step_ended(steps, hooks, ...)  # by the watch; raises StoppedAfter after the last step
 
-Of a run that is stopped the first steps are warm-ups, ten of forty, and the others are timed as one window. Where a proof starts
-several processes together, each waits for its turn after the third step, warms up again, and has the machine to itself from then on
-(turns.py), the workers of its loader included, which are stopped meanwhile. One whose change found nothing to change ends there.
-Behind a window it writes a record and waits for another turn: three steps to warm up, and a window as long as the first.
+In a run that is stopped the first steps are warm-ups, ten of forty, and the others are timed as one window. Where a proof starts
+several processes together, each process waits for its turn after the third step, with the workers of its loader stopped. In its
+turn it warms up again and has the machine to itself (turns.py). A process whose change found nothing to change ends instead.
+After a window a process writes a record and waits for another turn: three steps to warm up, and a window as long as the first.
 
-[Note: one window] What a proof compares is the mean step of a window with the device idle at both ends. The times of single steps
-are the host's. Whoever replays graphs runs tens of steps ahead of the device, and a short run would then measure launches; and
-workers of a loader make some batches wait and others not, so that a median tells little. In the window there is no other
-synchronisation.
+[Note: one window] A proof compares the mean step of a window with the device idle at both ends. The times of single steps would be
+the host's: a script that replays graphs runs tens of steps ahead of the device, so a short run would measure launches. And workers
+of a loader make some batches wait and others not, so a median would say little. Nothing else in the window synchronises.
 
 [Note: losses] A step's loss is the mean of the scalars on which backward was called in it, each copied on its device and read when
-the run ends. They are those of rank 0, and of a gradient scaler's scaled loss. Where backward is called on something else, there
-are none.
+the run ends. They are the losses of rank 0; with a gradient scaler, the scaled losses. Where backward is called on something else,
+there are none.
 """
 
 import atexit
@@ -33,6 +32,7 @@ from torch.utils.data import dataloader
 
 from trainstep.config.script import text_of_changes
 from trainstep.measure.run.changed.applied import Applied
+from trainstep.measure.run.changed.fused_ops import fusable_parts
 from trainstep.measure.run.changed.turns import Turn
 from trainstep.measure.run.device_clock import matmul_precision
 from trainstep.measure.run.hooks import Hooks
@@ -51,30 +51,31 @@ Write = Callable[[Mapping[str, Fact], Mapping[str, Mapping[str, Sequence[Any]]]]
 
 
 class Steering:
-    """The changes and the end of one run. `stop_after`: None lets the script go on to its own end. `turn`: what it waits for."""
+    """Applies the changes of a run and ends it. `stop_after`: None lets the script run to its end. `turn`: what it waits for."""
 
     def __init__(self, changes: Mapping[str, str], stop_after: int | None = None, turn: Turn | None = None) -> None:
         self.applied = Applied(changes)
         self._warmups = min(WARMUP_STEPS, (stop_after or 0) // 2)
         self._turn = turn
         self._losses: list[list[torch.Tensor]] = [[]]
-        """Of each step whose losses are kept."""
+        """The scalars of each step whose losses are kept."""
         self._keeps_losses = True
         self._has_changed_module = False
         self._windows = 0
         """The number of windows that have ended."""
         self._begins, self._ends = self._warmups, stop_after
-        """The steps behind which the window begins and ends."""
+        """The steps after which the window begins and ends."""
         self._began_s: float | None = None
         self._timed_s: float | None = None
-        """Of the last window."""
+        """Seconds of the last window."""
         self._ended_after: int | None = None
         self._autocast: str | None = None
         self._weights: torch.dtype | None = None
         self._batch_size: int | None = None
+        self._fusable_parts: int | None = None
 
     def install(self) -> None:
-        """Apply the changes, and see what backward is called on."""
+        """Apply the changes, and watch what backward is called on."""
         self.applied.install()
         torch.autograd.backward = self._seen_backward(torch.autograd.backward)
         enter = torch.autocast.__enter__
@@ -88,14 +89,16 @@ class Steering:
         torch.autocast.__enter__ = seen_enter  # type: ignore[method-assign]
 
     def step_ended(self, steps: int, hooks: Hooks, trained: Callable[[], Sequence[torch.Tensor]], write: Write) -> None:
-        """A step has ended. StoppedAfter, an exit of the process, after the last step, and again if the script survives it.
+        """Act at the end of a step. After the last step raises StoppedAfter, which exits, and again if the script survives it.
 
-        `trained`: the parameters that the optimizers update. `write`: is called behind a window that another may follow.
+        `trained`: the parameters that the optimizers update. `write`: called after a window that another may follow.
         """
         if not self._has_changed_module and hooks.called is not None:
             self._has_changed_module = True
             followed = hooks.followed
             hooks.unfollow()  # hooks inside a module would be compiled with it
+            if "ops" not in self.applied.changes:
+                self._fusable_parts = fusable_parts(hooks.called)
             self.applied.change_module(hooks.called)
             hooks.follow(followed)
         if self._weights is None:
@@ -113,7 +116,7 @@ class Steering:
             self._end(steps)
         if self._turn is not None and steps == min(_BEFORE_TURN, self._warmups):
             _idle_s()
-            may_come = not self._has_changed_module  # a change of the module
+            may_come = not self._has_changed_module  # changes of the module
             if (self.applied.not_applied and not may_come) or not self._turn.wait():
                 self._end(steps)
         if steps == self._begins:
@@ -122,7 +125,7 @@ class Steering:
             self._end_window(steps, write)
 
     def _end_window(self, steps: int, write: Write) -> None:
-        """End the window, or the run where it was the last one."""
+        """End the window, or the run if it was the last window."""
         assert self._ends is not None
         if self._began_s is None:  # the script had fewer steps than it takes to warm up
             self._end(steps)
@@ -157,6 +160,7 @@ class Steering:
             timed_windows=self._windows or None,
             script_precision=self._precision(),
             loader_batch_size=self._batch_size,
+            fusable_parts=self._fusable_parts,
         )
 
     @property
@@ -166,7 +170,7 @@ class Steering:
         return {"losses": {"loss": losses}} if losses else {}
 
     def _precision(self) -> str:
-        """As config.run names it: autocast's dtype, else the weights', else that of fp32 matmuls."""
+        """The script's precision as config.run names it: autocast's dtype, else the weights', else that of fp32 matmuls."""
         if self._autocast is not None:
             return self._autocast
         if self._weights in (torch.bfloat16, torch.float16):
@@ -189,7 +193,7 @@ def _mean(values: Sequence[torch.Tensor]) -> float | None:
 
 
 def _idle_s() -> float:
-    """The time at which the device has nothing to do."""
+    """Wait until the device is idle, and return the time."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -198,7 +202,7 @@ def _idle_s() -> float:
 def _end_workers() -> None:
     """End the workers of loaders whose iterators are still held somewhere, as a script's own variables are until Python ends.
 
-    torch does so when an iterator is forgotten. Of one that never is, it waits five seconds for each worker, if memory is pinned.
+    torch does so when an iterator is freed. If one never is, it waits five seconds for each worker, where memory is pinned.
     """
     for thing in gc.get_objects():
         if issubclass(type(thing), dataloader._MultiProcessingDataLoaderIter):

@@ -28,7 +28,7 @@ from typing import Any
 _LAST_BYTES = 8192
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 10.0
-"""For torchrun to end its ranks, which have sessions of their own."""
+"""Seconds that torchrun gets to end its ranks, which have sessions of their own."""
 
 Command = Callable[[int | None], Sequence[str]]
 """The words of a command, given the descriptor of its turn; None for one that runs alone and need not wait."""
@@ -42,10 +42,12 @@ class Turn:
         try:
             self._socket = socket.socket(fileno=descriptor)
         except OSError as error:
-            raise ValueError(f"turn: {descriptor} is no socket ({error.strerror}); only a proof gives this") from None
+            raise ValueError(
+                f"turn: {descriptor} is not a socket ({error.strerror}); only a proof sets this option"
+            ) from None
 
     def wait(self) -> bool:
-        """Wait for the next turn, with the workers of loaders stopped. False if none comes, as behind the last one."""
+        """Wait for the next turn, with the workers of loaders stopped. False if no turn comes, as after the last one."""
         with _stopped(multiprocessing.active_children()), suppress(OSError):
             self._socket.sendall(b".")
             return bool(self._socket.recv(1))
@@ -86,9 +88,9 @@ def in_turn(
 ) -> Iterator[tuple[int, End | None]]:
     """Start all commands, wait until each is ready or has ended, and let them work in turn.
 
-    `turns`: for each turn the index of its command. After a turn, that index and how its process ended: None if it waits for a
-    later turn. One that ended before its last turn has no more. With a single turn the process starts without waiting.
-    `timeout_s`: for getting ready, and again for each turn. What is left of the processes, and what they started, is killed.
+    `turns`: for each turn the index of its command. Yields, after each turn, that index and how the process ended, or None if it
+    waits for a later turn. A process that ended early has no further turns. With a single turn the process starts without waiting.
+    `timeout_s`: limit for getting ready, and again for each turn. In the end the processes, and what they started, are killed.
     """
     takes_turns = len(turns) > 1
     with ExitStack() as stack:
@@ -115,10 +117,10 @@ class _Started:
         self, stack: ExitStack, command: Command, takes_turns: bool, folder: str, environment: Mapping[str, str]
     ) -> None:
         self._output = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
-        ours, theirs = socket.socketpair() if takes_turns else (None, None)
+        ours, inherited = socket.socketpair() if takes_turns else (None, None)
         self.socket = None if ours is None else stack.enter_context(ours)
         self.is_ready = self._is_late = False
-        descriptors = () if theirs is None else (theirs.fileno(),)
+        descriptors = () if inherited is None else (inherited.fileno(),)
         self.process = subprocess.Popen(
             command(*descriptors or (None,)),
             cwd=folder,
@@ -130,22 +132,22 @@ class _Started:
             pass_fds=descriptors,
         )
         stack.callback(self.kill)
-        if theirs is not None:
-            theirs.close()
+        if inherited is not None:
+            inherited.close()
 
     @property
     def is_waited_for(self) -> bool:
         return not self.is_ready and self.process.poll() is None
 
     def hear(self) -> None:
-        """Read whether it is ready. At the end of the connection nothing comes, and the process is about to end."""
+        """Read whether the process is ready. If nothing can be read, the connection has ended and the process is about to end."""
         with suppress(OSError):
             self.is_ready = bool(self.socket and self.socket.recv(1))
         if not self.is_ready:
             time.sleep(_LOOK_EVERY_S)
 
     def give_up(self) -> None:
-        """It was not ready in time."""
+        """Kill the process, because it was not ready in time."""
         self._is_late = True
         self.kill()
 
@@ -155,13 +157,13 @@ class _Started:
                 self.socket.sendall(b".")
 
     def works(self, timeout_s: float) -> bool:
-        """Wait until its window is over. False if it has ended instead, or did not come so far in time."""
+        """Wait until the process's window is over. False if the process ended instead, or took too long."""
         self.is_ready = False
         _wait_until_ready([self], timeout_s)
         return self.is_ready
 
     def end(self, timeout_s: float) -> End:
-        """Tell it, by closing the connection, that no turn follows, and wait until it ends."""
+        """Tell the process that no turn follows, by closing the connection, and wait until it ends."""
         if self.socket is not None:
             self.socket.close()
         code = None
@@ -173,7 +175,7 @@ class _Started:
         return End(code=None if self._is_late else code, said=_last_line(self._output))
 
     def kill(self) -> None:
-        """It, and what it left running."""
+        """Kill the process and what it left running."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -185,15 +187,15 @@ class _Started:
 
 def _wait_until_ready(started: Sequence[_Started], timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
-    while waiting := [one for one in started if one.is_waited_for]:
+    while waiting := [process for process in started if process.is_waited_for]:
         if time.monotonic() > until_s:
-            for one in waiting:
-                one.give_up()
+            for process in waiting:
+                process.give_up()
             return
-        ready, _, _ = select.select([one.socket for one in waiting if one.socket], (), (), _LOOK_EVERY_S)
-        for one in waiting:
-            if one.socket in ready:
-                one.hear()
+        ready, _, _ = select.select([process.socket for process in waiting if process.socket], (), (), _LOOK_EVERY_S)
+        for process in waiting:
+            if process.socket in ready:
+                process.hear()
 
 
 def _last_line(output: Any) -> str:
