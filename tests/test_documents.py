@@ -174,6 +174,7 @@ def block(document: str, holds: str) -> str:
         ("README.md", "import flash_attention"),
         ("docs/guide/parts.md", "flash_attention_backward"),
         ("docs/guide/parts.md", "import AdamW"),
+        ("docs/guide/parts.md", "import linear_cross_entropy"),
         ("docs/capture.md", "import CapturedStep"),
     ],
 )

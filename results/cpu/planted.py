@@ -92,8 +92,10 @@ def command(case: Case, plants: Sequence[str], steps: int, out: Path) -> list[st
 
 
 def measured(case: Case, plants: Sequence[str], steps: int, folder: Path, turn: int) -> dict[str, Any]:
-    """Run it, and explain it. `turn`: the round, 0 for the clean run before the first."""
-    name = f"{case.loop}-{case.device}-{case.ranks}-{'+'.join(plants) or f'clean-for-{case.key}'}-{turn}.jsonl"
+    """Run it, and explain it. `turn`: the round, 0 for the clean run before the first; the first has the name without a number."""
+    what = "+".join(plants) or f"clean-for-{case.key}"
+    number = "" if turn == 1 or not case.plants else f"-{turn}"
+    name = f"{case.loop}-{case.device}-{case.ranks}-{what}{number}.jsonl"
     out = folder / name.replace(" ", "-")
     words = command(case, plants, steps, out)
     source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
@@ -200,7 +202,7 @@ def _round(case: Case, planted: Mapping[str, Any], clean: Sequence[Mapping[str, 
 
 def _line(case: Case, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A case: medians of its rounds, and what was first where the planted were furthest from it."""
-    worst = max(rounds, key=lambda one: [rank or math.inf for rank in one["ranks_of_planted"]])
+    worst = max(rounds, key=lambda one: sorted((rank or math.inf for rank in one["ranks_of_planted"]), reverse=True))
     command = rounds[0]["command"]
     medians = {
         name: round(statistics.median(one[name] for one in rounds), 4)

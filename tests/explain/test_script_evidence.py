@@ -15,7 +15,7 @@ from trainstep.explain.budget import AS_THEY_RUN, step_budget
 from trainstep.explain.evidence import taken_from
 from trainstep.explain.script_evidence import script_evidence
 from trainstep.records.record import Record
-from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, OPTIMIZER, PRECISION
+from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, OPTIMIZER, PRECISION, SLICES
 
 
 def parts(**ms: float) -> dict[Part, float]:
@@ -149,6 +149,28 @@ def test_what_the_profiler_adds_to_each_range_is_taken_off_first():
     finding = step_budget(script_evidence([inspected(table)]), None).findings[0]
     assert finding.cause == "optimizer"
     assert finding.excess.time_s == pytest.approx(0.002), "4 us a range are the profiler's"
+
+
+def test_clipping_before_an_update_is_no_part_of_it():
+    table = patterns(
+        pattern=OPTIMIZER, phase="optimizer", time_s=0.002, least_s=0.0005, least_is_timed=True, of_s=0.002
+    )
+    finding = step_budget(script_evidence([inspected(table, update_share=0.6)]), None).findings[0]
+    assert finding.excess.time_s == pytest.approx(0.6 * 0.002 - 0.0005), (
+        "of 2 ms 40 % are between backward and the update"
+    )
+
+
+def test_slices_take_the_middle_between_the_phases_proportion_and_all_of_what_the_profiler_adds():
+    """Backward: 40 ms under the profiler for the usual 20, 30 of them slices. Forward takes 10 ms as usual."""
+    rows = [
+        patterns(pattern=SLICES, least_s=0.0, ranges=0.0, of_ranges=0.0),
+        patterns(pattern=SLICES, phase="forward", time_s=0.002, least_s=0.0, of_s=0.01),
+    ]
+    table = {name: [*rows[0][name], *rows[1][name]] for name in rows[0]}
+    finding = step_budget(script_evidence([inspected(table)]), None).findings[0]
+    in_proportion, all_theirs = 0.03 * 20 / 40, 0.03 - (0.04 - 0.02)
+    assert finding.excess.time_s == pytest.approx((in_proportion + all_theirs) / 2 + 0.002)
 
 
 def test_what_was_timed_alone_is_not_scaled():

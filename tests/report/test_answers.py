@@ -230,7 +230,7 @@ def test_three_combinations_get_a_sentence_and_the_rest_are_counted():
 def test_a_cost_that_windows_of_steps_do_not_show_is_said_to_be_so():
     answer = answer_of(a_strategy("none", FASTER, windows=NOISY), a_strategy("bucketed", SLOWER, windows=NOISY[::-1]))
     assert "Communication costs bucketed 49.8 % of its step" in answer.verdict
-    assert "Windows of several steps, without a wait between them, show no cost: " in answer.verdict
+    assert "Windows of several steps, without a wait between them, show no certain cost: " in answer.verdict
     both = answer_of(a_strategy("none", FASTER, windows=FASTER), a_strategy("bucketed", SLOWER, windows=SLOWER))
     assert "windows" not in both.verdict
 

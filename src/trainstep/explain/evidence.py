@@ -24,7 +24,7 @@ _ONLY_OUTSIDE = "outside phases"
 _HOST_COPY = ("Memcpy HtoD", "Memcpy DtoH")
 _IN_ATTENTION = ("attention scores", "attention softmax", "attention values")
 _BUSY_GPU, _BUSY_CPU = 0.05, 0.5
-"""Other processes are named if they used more than this share."""
+"""Other processes are named if they used more than this share; on a GPU also if the driver names some."""
 _FULL_CLOCK = 0.98
 _PHASES = ("forward", "backward", "optimizer")
 

@@ -53,8 +53,8 @@ class ScriptPlace:
     """The script's precision as its first run noted it; None before that run."""
     batch_size: int | None = None
     """Batch size of the first loader that the original's first process read; 0 if no loader says it, None before that run."""
-    fusable_parts: int = 0
-    """Modules that compute what one of our ops computes, as the original's first process counted them."""
+    fusable_parts: int | None = None
+    """Number of modules that compute what one of our ops computes, as the original's first process counted; None before that."""
     compiles: bool = False
     """Whether something in the script is compiled already."""
 
@@ -100,7 +100,7 @@ def _is_idle(cause: str, fields: Mapping[str, str], place: ScriptPlace) -> bool:
     """Whether the change cannot have any effect here."""
     if cause == "exposed_messages":
         return place.ranks == 1
-    if "ops" in fields and not place.fusable_parts:
+    if "ops" in fields and place.fusable_parts == 0:
         return True
     if "precision" in fields:
         named = fields["precision"]

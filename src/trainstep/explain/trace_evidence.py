@@ -7,7 +7,8 @@ import statistics
 
 from trainstep.config.script import Part
 from trainstep.explain.evidence import Evidence, rows_of, spread_of, with_copies_as_casts, work_of
-from trainstep.explain.script_evidence import habits_of, matmul_precision, matmul_rate
+from trainstep.explain.script_evidence import matmul_rate
+from trainstep.explain.script_habits import habits_of, matmul_precision
 from trainstep.records.record import Record
 from trainstep.traces.kernel_classes import COMMUNICATION, IDLE
 from trainstep.traces.patterns.pattern import PRECISION

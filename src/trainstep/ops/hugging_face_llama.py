@@ -31,8 +31,9 @@ _IGNORED = -100
 def patch(model: Any) -> None:
     """Change a LlamaForCausalLM in place; a second call changes nothing more.
 
-    The rotation is a function of transformers' module, so it changes for every Llama of the process. ValueError for another model,
-    and for an activation other than SiLU.
+    The rotation is a function of transformers' module, so it changes for every Llama of the process. Modules inside whose forward
+    somebody has replaced keep it. ValueError for another model, for an activation other than SiLU, and for a model whose own
+    forward or loss was replaced (by mixed precision of accelerate, torch.compile or another patch): patch it before.
     """
     # Imported here: transformers takes seconds to import, and is an extra of this package.
     from transformers.models.llama import modeling_llama
@@ -41,17 +42,34 @@ def patch(model: Any) -> None:
         raise ValueError(f"model: must be a LlamaForCausalLM, but is a {type(model).__name__}")
     if model.config.hidden_act != "silu":
         raise ValueError(f"model: its activation must be silu, but is {model.config.hidden_act}")
-    replaced: dict[Any, Any] = {
-        modeling_llama.LlamaRMSNorm: _norm,
-        modeling_llama.LlamaMLP: _mlp,
-        modeling_llama.LlamaForCausalLM: _loss,
-    }
-    for kind, forward in replaced.items():
-        update_wrapper(forward, kind.forward)  # transformers' Trainer takes the columns of its data from the signature
+    patch_loss(model)
+    replaced: dict[Any, Any] = {modeling_llama.LlamaRMSNorm: _norm, modeling_llama.LlamaMLP: _mlp}
     for module in model.modules():
-        if type(module) in replaced:
+        if type(module) in replaced and "forward" not in vars(module):
             module.forward = MethodType(replaced[type(module)], module)
+
+
+def patch_loss(model: Any) -> None:
+    """Change the loss of a LlamaForCausalLM, and the rotation of all Llamas. ValueError as `loss_refusal` says."""
+    from transformers.models.llama import modeling_llama  # see patch
+
+    if why := loss_refusal(model):
+        raise ValueError(f"model: {why}")
+    update_wrapper(_loss, type(model).forward)  # transformers' Trainer takes the columns of its data from the signature
+    model.forward = MethodType(_loss, model)
     vars(modeling_llama)["apply_rotary_pos_emb"] = _rotate
+
+
+def loss_refusal(model: Any) -> str:
+    """Why a LlamaForCausalLM has to keep its loss; empty if it has not."""
+    own = vars(model).get("forward")
+    if own is not None and getattr(own, "__func__", None) is not _loss:
+        return "its forward was replaced already, as mixed precision of accelerate does; patch it before"
+    if not type(model).forward.__module__.startswith("transformers."):
+        return "its class has a forward of another package"
+    if getattr(model, "_loss_function", None) is not None:
+        return "it has a loss function of its own"
+    return ""
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -79,7 +97,7 @@ def _loss(self: Any, *inputs: Any, labels: Tensor | None = None, **options: Any)
     from transformers.modeling_outputs import CausalLMOutputWithPast  # see patch
 
     keeps_all = isinstance(keep := options.get("logits_to_keep", 0), int) and keep == 0
-    if labels is None or not self.training or not keeps_all:
+    if labels is None or not self.training or not keeps_all or not _is_plain(self.lm_head):
         return type(self).forward(self, *inputs, labels=labels, **options)
     options.pop("logits_to_keep", None)
     loss_options = {
@@ -105,3 +123,14 @@ def _loss(self: Any, *inputs: Any, labels: Tensor | None = None, **options: Any)
         attentions=outputs.attentions,
     )
     return result if loss_options["return_dict"] is not False else result.to_tuple()
+
+
+def _is_plain(head: Any) -> bool:
+    """Whether a head is its weight's product and nothing else: adapters, biases and hooks need the head itself."""
+    is_hooked = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    return (
+        type(head) is torch.nn.Linear
+        and getattr(head, "bias", None) is None
+        and "forward" not in vars(head)
+        and not is_hooked
+    )

@@ -241,7 +241,7 @@ def _least_time(step: StepCost, budget_bytes: int) -> list[str] | None:
 
 
 def _least_times(states: Iterable[_State]) -> list[_State]:
-    """The states that no other state equals or beats in both bytes and time."""
+    """The states that no other state beats in both bytes and time, and one of equal ones."""
     best: list[_State] = []
     for state in sorted(states, key=lambda state: state[:2]):
         if not best or state[1] < best[-1][1]:

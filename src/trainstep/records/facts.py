@@ -286,6 +286,11 @@ FACTS: Mapping[str, FactKind] = {
     "timed_windows": FactKind(
         "count", int, "windows that this process has ended; timed_s and timed_steps are the last one's"
     ),
+    "update_share": FactKind(
+        "ratio",
+        float,
+        "share of the optimizer's time inside optimizer.step(); the rest is before it: clipping, unscaling",
+    ),
     "fusable_parts": FactKind("count", int, "modules of the script that compute what one of trainstep's ops does"),
     "loader_batch_size": FactKind("count", int, "sequences in a batch of the data loader that was read first"),
     "script_precision": FactKind("", str, "autocast's dtype, else the weights', else that of fp32 matmuls"),

@@ -94,3 +94,14 @@ def test_changes_are_told(hand: Hand):
     clock = PhaseClock(hand, told.append)
     follow(clock, hand, "+optimizer +forward -forward -optimizer")
     assert told == [Part.OPTIMIZER, Part.FORWARD, Part.OPTIMIZER, None]
+
+
+def test_the_share_of_updates_leaves_out_what_is_before_them(hand: Hand):
+    clock = PhaseClock(hand)
+    assert clock.take_update_share() is None
+    for _ in range(2):
+        follow(clock, hand, "+backward 9 -backward 10 +optimizer 30 -optimizer 5 +forward 7 -forward")
+    assert clock.take_update_share() == pytest.approx(0.75)
+    assert clock.take_update_share() is None, "each record has the share of its own steps"
+    follow(clock, hand, "+optimizer 20 -optimizer")
+    assert clock.take_update_share() == 1

@@ -315,3 +315,26 @@ def test_odd_shapes_in_a_trace_are_read_or_ignored():
     ]
     text = json.dumps({"traceEvents": events})
     assert find_patterns(read_work(parse_trace(text, "odd.json"))).table() == {}
+
+
+def test_on_a_cpu_attention_also_costs_what_reaches_its_ops():
+    """In us. Forward: 6 of Python before each of two ops, 900 of something else before the third. Backward: autograd's ranges."""
+    scores, wide = (16, 48, 48), (16, 48, 8)
+    bmm = {"shapes": (wide, (16, 8, 48)), "dtypes": ("float", "float")}
+    soft = {"shapes": (scores,), "dtypes": ("float",)}
+    events = [
+        span("step 0", 0, 10_000),
+        span("forward", 0, 4000),
+        op("aten::add", 10, 100),
+        replace(op("aten::bmm", 106, 206), **bmm),
+        replace(op("aten::_softmax", 212, 312), **soft),
+        replace(op("aten::mul", 1212, 1312), **soft),
+        span("backward", 5000, 9000),
+        op("autograd::engine::evaluate_function: SoftmaxBackward0", 5100, 5250),
+        op("SoftmaxBackward0", 5110, 5240),
+        replace(op("aten::_softmax_backward_data", 5120, 5220), **soft),
+    ]
+    table = find_patterns(read_work(trace(*events))).table()
+    times_us = {phase: 1e6 * time_s for phase, time_s in zip(table["phase"], table["time_s"], strict=True)}
+    assert times_us == {"forward": pytest.approx(3 * 100 + 2 * 6), "backward": pytest.approx(100 + 30 + 20)}
+    assert dict(zip(table["phase"], table["ranges"], strict=True)) == {"forward": 3, "backward": 3}

@@ -134,7 +134,7 @@ def _place(record: Record, first: Record | None, precision: str | None, batch_si
         precision=precision,
         batch_size=batch_size,
         compiles=bool((first or record).fact("compiled_graphs") or record.fact("compiled_graphs")),
-        fusable_parts=first.fact("fusable_parts", 0) if first is not None else 0,
+        fusable_parts=first.fact("fusable_parts") if first is not None else None,
     )
 
 

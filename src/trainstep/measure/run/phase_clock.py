@@ -40,6 +40,8 @@ class PhaseClock:
         self._last_ns = 0
         """How long the last stretch of `_last` took: an evaluation that follows a batch is given the time of that batch."""
         self._spent_ns = _NOTHING.copy()
+        self._optimizer_ns = self._before_updates_ns = 0
+        """The optimizer's part since `take_update_share()`, and how much of it was before an update: clipping, unscaling."""
 
     @property
     def now(self) -> Part | None:
@@ -59,6 +61,8 @@ class PhaseClock:
         else:
             gap = _GAPS.get((self._last, part), Part.OTHER) if self._last is not None else Part.OTHER
             self._spent_ns[gap] += passed_ns
+            if gap is Part.OPTIMIZER:
+                self._before_updates_ns += passed_ns
             if part is Part.EVALUATION and self._last is Part.DATA:
                 moved_ns = min(self._last_ns, self._spent_ns[Part.DATA])
                 self._spent_ns[Part.DATA] -= moved_ns
@@ -90,8 +94,15 @@ class PhaseClock:
         now_ns = self._now_ns()
         self._spent_ns[self.now or Part.OTHER] += now_ns - self._since_ns
         step_ns, spent_ns = now_ns - self._began_ns, self._spent_ns
+        self._optimizer_ns += spent_ns[Part.OPTIMIZER]
         self._restart(now_ns)
         return step_ns, spent_ns
+
+    def take_update_share(self) -> float | None:
+        """The share of the optimizer's part inside updates, over all steps since the last call; None without an update."""
+        whole_ns, before_ns = self._optimizer_ns, self._before_updates_ns
+        self._optimizer_ns = self._before_updates_ns = 0
+        return 1 - min(before_ns, whole_ns) / whole_ns if whole_ns else None
 
     def restart(self) -> None:
         """Begin the next step now, and forget the time since `take()`: the time that watching itself took between two steps."""

@@ -345,6 +345,7 @@ class Watch:
             own_profiler=self._others.seen or None,
             trained_elements=sum(parameter.numel() for parameter in self._trained()) or None,
             matmul_precision=matmul_precision(),
+            update_share=self._clock.take_update_share(),
             **self._contention.take(),
             **self._compilations.facts,
         )
@@ -361,14 +362,12 @@ class Watch:
     def _memory_facts(self) -> dict[str, Fact]:
         if self._device is None:
             return {}
-        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-        facts = facts_of(
-            allocation_retries=retries - self._retries,
+        before, self._retries = self._retries, torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        return facts_of(
+            allocation_retries=self._retries - before,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(),
             peak_reserved_bytes=torch.cuda.max_memory_reserved(),
         )
-        self._retries = retries
-        return facts
 
     def _abandon(self) -> None:
         """End an inspection without a result."""

@@ -52,7 +52,7 @@ class FleetTime:
     sent: Sent
     one_node: StepTime | None = None
     in_groups: StepTime | None = None
-    """The same step with `shard_ranks` set to a node's ranks; None where it has groups already, or cannot have them."""
+    """The same step with `shard_ranks` set to a node's ranks; None where it has groups already, cannot have them or needs none."""
 
     @property
     def efficiency(self) -> float:

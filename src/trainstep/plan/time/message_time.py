@@ -56,8 +56,9 @@ _COPIES = {"low_s": 0.75, "time_s": 0.95, "high_s": 1.5}
 """Of copies, which have no calibration of their own, the time relative to NCCL's (H200s: reduce-scatter 275 GB/s, all-reduce 331, a
 copy 392)."""
 _COPIED_ALL_REDUCE = 1.42
-"""How much longer than that an all-reduce by copies takes: its chunks are averaged between two copies, and ranks meet at each. Of
-bucketed xl between four H200s, 67.4 ms a step, whose 37 ms of messages by NCCL's rate take 50 (results/h200/copies_four.md)."""
+"""How many times as long as that an all-reduce by copies takes: its chunks are averaged between two copies, and ranks meet at each.
+Fitted to one step, bucketed xl between four H200s, 67.4 ms, whose 37 ms of messages at NCCL's rate take 50
+(results/h200/copies_four.md)."""
 _COPIES_SLOW = 0.3
 """Of that share, what copies by copy engines still take."""
 _IN_A_GRAPH = 0.5
@@ -155,7 +156,7 @@ def exposed_messages(
         busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
         found[end] = timeline.added(busy_s, getattr(update or NOTHING, end))
     phases = {phase: Interval(**{end: found[end][phase] for end in ENDS}) for phase in device}
-    guess = "messages by copies as NCCL's" if config.sync.transport == "copies" else link.guess
+    guess = "messages by copies from NCCL's" if config.sync.transport == "copies" else link.guess
     return Exposed(
         phases=phases, sent_s=link.sent_s, messages=link.messages, payload_bytes=link.payload_bytes, guess=guess
     )

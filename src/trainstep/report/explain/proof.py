@@ -79,7 +79,7 @@ def _verdict(proof: Proof) -> str:
 
 
 def _held_words(proof: Proof) -> str:
-    """` Of 3 predicted gains that were measured, 2 word.`"""
+    """` Of 3 predicted gains that were measured, 2 held.`"""
     words = [word for tried in proof.singles if (word := tried.held(proof.measured_s))]
     if not words:
         return ""

@@ -109,8 +109,8 @@ def profiler_notes(fact: Callable[[str], Any]) -> list[str]:
     replayed, fallback, assigned = (fact(f"{name}_share") for name in ("replayed", "fallback", "assigned"))
     if replayed is not None and fallback is not None:
         paragraphs.append(
-            f"{percent(replayed)} % of all device time was replayed by a graph and got its phase from the order of an eager step; "
-            f"{percent(fallback)} % has that of the work before it."
+            f"{percent(replayed)} % of all device time is of kernels that a graph replayed, whose phase follows from the "
+            f"order of an eager step; {percent(fallback)} % has the phase of the work before it."
         )
     elif fallback is not None and assigned is not None:
         paragraphs.append(

@@ -196,7 +196,7 @@ def _is_wrong_elsewhere(ratio: Ratio, works: Sequence[Configuration]) -> bool:
 def _over_both(ratio: Ratio, works: Sequence[Configuration]) -> Ratio | None:
     """Our time over the peer's for forward and backward of the same shape; None if the record does not have both passes.
 
-    Without a cell that timed both together, call i of forward and call i of backward count as direction.
+    Without a cell that timed both together, call i of forward and call i of backward count as one.
     """
     own = next(work for work in works if work.cells.get(OURS) is ratio.row)
     shape, peer = own.row.rest("direction"), implementation(ratio.base)

@@ -108,7 +108,7 @@ def _in_windows(strategy: StrategyRow) -> str:
     ratio = strategy.ratio(_WINDOW)
     if ratio is None or not is_judged(ratio) or (ratio.known and ratio.known.verdict == "slower"):
         return ""
-    return f" Windows of several steps, without a wait between them, show no cost: {longer_words(ratio)}."
+    return f" Windows of several steps, without a wait between them, show no certain cost: {longer_words(ratio)}."
 
 
 def _cost_share(strategy: StrategyRow) -> float:

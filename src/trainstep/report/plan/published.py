@@ -23,7 +23,7 @@ def published_answer(grades: Sequence[TableGrade]) -> Answer:
     return Answer(
         workload="plan",
         verdict=f"Predicted step times of published tables. {'; '.join(parts)}.",
-        suggestion="One factor per table is fitted, on its smallest row; the note below each table lists what is unknown.",
+        suggestion="One factor per table is fitted, on its smallest row; notes below the tables list what is unknown.",
     )
 
 

@@ -67,10 +67,13 @@ def written_out(ops: StepOps) -> Iterator[Pattern]:
     instead = tuple(_fused(soft, [*touching, *matmuls], products))
     least_ns = float(sum(cost.time_ns for cost in ops.costs(matmuls).values()))
     words = ", ".join(" x ".join(map(str, shape[-2:])) for shape in sorted(shapes))
+    costs = ops.costs([*others, *copies, *matmuls])
+    for phase, cost in ops.around([*others, *copies, *matmuls]).items():
+        costs[phase] = costs.get(phase, NOTHING) + cost
     yield Pattern(
         name=ATTENTION,
         calls=len(soft),
-        costs=ops.costs([*others, *copies, *matmuls]),
+        costs=costs,
         least_ns=min(least_ns, _fused_ns(instead, ops)),
         what=f"scores of {words} are written to memory by {len(others) / ops.steps:,.0f} ops",
         instead=instead,

@@ -25,6 +25,9 @@ UPDATE = "Optimizer.step#"
 ELEMENT_BYTES = 4
 _SIMPLE = re.compile(r"::(add|add_|mul|mul_|copy_|sub|div)$")
 _SIMPLE_FOREACH = re.compile(r"::_foreach_(add_|mul_|lerp_|div_)$")
+_AUTOGRAD = re.compile(r"^autograd::engine|^\w+Backward\d*$")
+"""Names of the ranges that autograd's engine opens around the ops of a backward."""
+_PYTHON_NS = 50_000
 _LARGE = 2**15
 _RATE_BYTES_PER_S = 2e10
 """Memory's rate where the step has no large op that shows it."""
@@ -101,6 +104,34 @@ class StepOps:
         for opened in ops:
             phase = self.phases[id(opened)]
             costs[phase] = costs.get(phase, NOTHING) + cost_of.get(id(opened), NOTHING)
+        return costs
+
+    def around(self, ops: Iterable[Range]) -> dict[str, Cost]:
+        """Phase -> what a CPU spends to reach these ops: autograd's own ranges around them, and Python's time before each.
+
+        None on a device. A longer time than `_PYTHON_NS` before an op is not Python's.
+        """
+        wanted = {id(opened) for opened in ops}
+        costs: dict[str, Cost] = {}
+        for nesting in () if self.on_device else self.nestings:
+            ended_ns: dict[int, int] = {}
+            before_ns: list[int] = []
+            for opened, parent in zip(nesting.ranges, nesting.parents, strict=True):
+                before_ns.append(max(0, opened.start_ns - ended_ns.get(parent, opened.start_ns)))
+                ended_ns[parent] = opened.end_ns
+            reached: set[int] = set()
+            for place, opened in enumerate(nesting.ranges):
+                if id(opened) not in wanted:
+                    continue
+                phase, index = self.phases[id(opened)], place
+                while index >= 0 and index not in reached and not nesting.ranges[index].annotation:
+                    reached.add(index)
+                    frame, above = nesting.ranges[index], nesting.parents[index]
+                    if _AUTOGRAD.search(frame.name) and id(frame) not in wanted:
+                        costs[phase] = costs.get(phase, NOTHING) + self.own[id(frame)]
+                    if (above < 0 or nesting.ranges[above].annotation) and before_ns[index] <= _PYTHON_NS:
+                        costs[phase] = costs.get(phase, NOTHING) + Cost(time_ns=before_ns[index])
+                    index = above
         return costs
 
     def is_of_update(self, opened: Range, update: Range) -> bool:

@@ -366,7 +366,7 @@ _NOTHING: Mapping[str, str] = {
     "precision": "no outermost module of the script was called",
     "attention": "the script calls no scaled_dot_product_attention",
     "mask": "the script calls no scaled_dot_product_attention",
-    "ops": "no part of the script's module computes what one of trainstep's ops does",
+    "ops": "no outermost module of the script was called",
     "bucket_cap_mb": "the script builds no DistributedDataParallel",
     "gc": "no step ended",
 }

@@ -1,19 +1,27 @@
-"""Gives the modules of a script trainstep's fused ops, from outside: norms, SwiGLU, and all of a Hugging Face Llama, loss included.
+"""Gives the modules of a script trainstep's fused ops, from outside: norms, SwiGLU, and the loss of a Hugging Face Llama.
 
     with_our_ops(applied, module)      # every part that computes what one of our ops computes runs that op from now on
     fusable_parts(module)              # how many parts that would be; nothing is changed
 
-`applied` notes what was done and what was left (applied.py). Weights and their names stay.
+`applied` notes what was done and what was left (applied.py). Weights and their names stay. What a part is called with that our op
+does not take (a second argument, another dtype) goes to its own forward.
 
-[Note: what a module computes] Names say little: Mistral's and Qwen's norms are Llama's under another name, and Gemma's has another
-formula under a like one. So a module is an RMSNorm if it has one weight of one dimension and an epsilon, and gives what rms_norm
-gives for a few random rows. An MLP is SwiGLU if it has the three projections of Llama's, SiLU between them, and gives what these
-give. The rows are few and drawn by a generator of their own: the script's random numbers stay as they are.
+[Note: what a norm computes] Names say little: Mistral's and Qwen's norms are Llama's under another name, and Gemma's has another
+formula under a like one. So a module is an RMSNorm if it has one weight of one dimension and an epsilon, and gives, with a random
+weight, what rms_norm gives for a few random rows. Those tell formulas apart: one row is as small as the epsilon, rows and columns
+have unlike scales (a norm over groups, or over the whole tensor, differs), and no mean is 0 (LayerNorm differs). The dtype of its
+result is looked at for each dtype that may come in, with and without autocast. Modules with hooks, parametrisations or randomness
+of their own are never run.
+
+[Note: what an MLP computes] An MLP is SwiGLU if its activation is SiLU and its forward has the instructions of Llama's. It is not
+run: its matrices are large, and its projections may be wrapped, as adapters do; the changed MLP calls them all the same.
 """
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from types import MethodType
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,109 +34,172 @@ from trainstep.ops.swiglu import swiglu
 
 _LLAMA = "transformers.models.llama.modeling_llama"
 _EPSILONS = ("eps", "variance_epsilon")
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_SILU = ("SiLU", "SiLUActivation")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 4
-_MOST_OFF = 1 / 64
-"""Of the largest value, how far a module may be from our op: roundings of bf16 are within it, other formulas are not."""
+_SILU = ("SiLU", "SiLUActivation")
+_SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine")
+"""Modules whose parts have shards of weights, some of which look whole."""
+_MOST_OFF = {torch.float32: 1e-3, torch.bfloat16: 1 / 64, torch.float16: 1 / 64}
+"""How far a norm's row may be from our op's, relative to its largest value, by the least precise dtype: roundings are within it."""
+_NOTHING = "no part of the script's module computes what one of trainstep's ops does"
 
 
 class _Part(NamedTuple):
     """A module, and what its forward becomes."""
 
     module: nn.Module
-    forward: Callable[..., Tensor]
-    width: int
-    """Of the rows that it takes."""
+    forward: Callable[..., Any]
 
 
 def with_our_ops(applied: Notes, module: nn.Module) -> None:
     """Give the parts of the module our ops, and let what is compiled be compiled anew. Called when no forward is under way."""
-    llamas = list(_llamas(module))
-    for llama in llamas:
-        try:
-            hugging_face_llama.patch(llama)
-        except ValueError as error:
-            applied.left("ops", str(error))
-        else:
-            applied.did("ops")
+    applied.left("ops", _NOTHING)
     for part in list(_parts(module)):
         part.module.forward = MethodType(part.forward, part.module)
         applied.did("ops")
-    # Compiled code has the old forwards in it, and nothing that it looks at says so
-    torch.compiler.reset()
+    for llama in _llamas(module):
+        hugging_face_llama.patch_loss(llama)
+        applied.did("ops")
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # compiled code has the old forwards in it, and no guard looks at them
 
 
 def fusable_parts(module: nn.Module) -> int:
     """The number of parts that `with_our_ops` would change."""
-    return sum(1 for _ in _llamas(module)) + sum(1 for _ in _parts(module))
+    return sum(1 for _ in _parts(module)) + sum(1 for _ in _llamas(module))
 
 
 def _llamas(module: nn.Module) -> Iterator[nn.Module]:
-    """The Llamas of Transformers in the module. Who has not imported theirs has none."""
+    """The Llamas of Transformers whose loss may be changed. Where a script has not imported Transformers' Llama there is none."""
     kind = getattr(sys.modules.get(_LLAMA), "LlamaForCausalLM", None)
-    return (part for part in module.modules() if kind is not None and type(part) is kind)
+    parts = module.modules() if kind is not None and not _is_spread(module) else ()
+    return (part for part in parts if type(part) is kind and not hugging_face_llama.loss_refusal(part))
 
 
 def _parts(module: nn.Module) -> Iterator[_Part]:
-    """Norms and MLPs that have their own forward still, but no Llama's, which are changed with it."""
-    of_llamas = {part for llama in _llamas(module) for part in llama.modules()}
+    """Norms and MLPs that have the forward of their class."""
+    if _is_spread(module):
+        return
     for part in module.modules():
-        if part in of_llamas or "forward" in vars(part) or not _is_plain(part):
-            continue
-        for candidate in (_as_norm(part), _as_mlp(part)):
-            if candidate is not None and _is_the_same(candidate):
-                yield candidate
+        if "forward" not in vars(part) and _is_plain(part):
+            try:
+                forward = _as_norm(part) or _as_mlp(part)
+            except Exception:  # noqa: BLE001  (somebody else's forward may raise anything, and the script has to go on)
+                continue
+            if forward is not None:
+                yield _Part(part, forward)
+
+
+def _is_spread(module: nn.Module) -> bool:
+    """Whether parts are copied to several devices in each forward, or have shards of weights."""
+    return any(isinstance(part, nn.DataParallel) or type(part).__name__ in _SHARDED for part in module.modules())
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether its parameters are its own and on one device: neither in shards nor not made yet."""
-    return all(type(weight) is nn.Parameter and weight.device.type != "meta" for weight in part.parameters())
+    """Whether the module's own parameters are whole and on a device, and nobody's hooks run with it."""
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    own = [*part.parameters(recurse=False)]
+    is_whole = all(type(weight) is nn.Parameter and not hasattr(weight, "ds_id") for weight in own)
+    return is_whole and not any(hooks) and all(weight.device.type != "meta" for weight in own)
 
 
-def _as_norm(module: Any) -> _Part | None:
-    """What has one weight of one dimension, no modules inside and an epsilon may be an RMSNorm."""
-    names = [name for name, _ in module.named_parameters()]
+def _as_norm(module: Any) -> Callable[..., Any] | None:
+    """The forward of an RMSNorm by our op; None for another module. [Note: what a norm computes]"""
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     eps = next((value for name in _EPSILONS if (value := getattr(module, name, None)) is not None), None)
     if names != ["weight"] or module.weight.dim() != 1 or [*module.children()] or not isinstance(eps, float):
         return None  # torch.nn.RMSNorm without an epsilon takes one by x's dtype, which is not known here
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y: Tensor = rms_norm(x, self.weight, eps)
-        return y
-
-    return _Part(module, forward, module.weight.shape[0])
-
-
-def _as_mlp(module: Any) -> _Part | None:
-    """What has Llama's three projections and SiLU may be SwiGLU."""
-    children = dict(module.named_children())
-    projections = [children.pop(name, None) for name in _PROJECTIONS]
-    activation = [type(child).__name__ for child in children.values()]
-    if any(type(child) is not nn.Linear for child in projections) or len(activation) != 1 or activation[0] not in _SILU:
+    theirs, width = type(module).forward, module.weight.shape[0]
+    if width == 1 or module.weight.dtype not in _DTYPES or not module.training:
         return None
-    return _Part(module, _mlp, module.gate_proj.in_features)
+    results = _result_dtypes(module, eps)
+    if not results:
+        return None
+
+    def forward(self: Any, *inputs: Any, **options: Any) -> Any:
+        if len(inputs) == 1 and not options and isinstance(x := inputs[0], Tensor) and x.shape[-1:] == (width,):
+            dtype = results.get((torch.is_autocast_enabled(x.device.type), x.dtype))
+            if dtype is not None:
+                return rms_norm(x, self.weight, eps, dtype=dtype)
+        return theirs(self, *inputs, **options)
+
+    return forward
 
 
-def _mlp(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-    return y
+def _result_dtypes(module: Any, eps: float) -> Mapping[tuple[bool, torch.dtype], torch.dtype]:
+    """(autocast is on, x's dtype) -> the dtype of the norm's result, where it gives what rms_norm gives; empty if it is another."""
+    device, width = module.weight.device, module.weight.shape[0]
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randn(4, width, generator=generator, device="cpu") + 0.5
+    scales = torch.tensor([[eps**0.5], [0.05], [1.0], [20.0]], device="cpu")
+    columns = torch.linspace(0.5, 2.0, width, device="cpu")
+    weight = (0.5 + torch.rand(width, generator=generator, device="cpu")).to(device, module.weight.dtype)
+    results: dict[tuple[bool, torch.dtype], torch.dtype] = {}
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(action="ignore"),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),  # what the module compiles itself is no compilation of the script
+    ):
+        for dtype in _DTYPES:
+            x = (rows * scales * columns).to(device, dtype)
+            for autocast in (False, True):
+                with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                    y = _called(module, weight, x)
+                if y is None:
+                    continue
+                if y.shape != x.shape or not _is_near(y, rms_norm(x, weight, eps, dtype=y.dtype), (x, weight)):
+                    return {}
+                results[autocast, dtype] = y.dtype
+    return results
 
 
-def _is_the_same(part: _Part) -> bool:
-    """Whether the module gives what ours gives. [Note: what a module computes]"""
-    weight = next(part.module.parameters())
-    if weight.dtype not in _DTYPES:
-        return False
-    rows = torch.randn(_ROWS, part.width, generator=torch.Generator().manual_seed(0))
-    x = (1.0 + rows).to(weight.device, weight.dtype)  # LayerNorm would take the mean away
+def _called(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
+    """What the module gives with another weight; None if it refuses x, as some refuse dtypes that are unlike."""
     try:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            theirs: Any = type(part.module).forward(part.module, x)
-            if not isinstance(theirs, Tensor) or theirs.shape != x.shape:
-                return False
-            off = (part.forward(part.module, x).float() - theirs.float()).abs().max()
-            return bool(off <= _MOST_OFF * theirs.float().abs().max())
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError):  # it takes something else: it is neither
-        return False
+        y = torch.func.functional_call(module, {"weight": weight}, (x,))
+    except RuntimeError:
+        return None
+    return y if isinstance(y, Tensor) else x[:0]
+
+
+def _is_near(theirs: Tensor, ours: Tensor, inputs: Sequence[Tensor]) -> bool:
+    most = max(_MOST_OFF[tensor.dtype] for tensor in (theirs, *inputs))
+    theirs, ours = theirs.float(), ours.float()
+    off, largest = (theirs - ours).abs().amax(-1), ours.abs().amax(-1)
+    return bool(theirs.isfinite().all() and (off <= most * largest).all() and (largest > 0).all())
+
+
+def _as_mlp(module: Any) -> Callable[..., Any] | None:
+    """The forward of a SwiGLU MLP by our op; None for another module. [Note: what an MLP computes]"""
+    children = dict(module.named_children())
+    activation = type(children.get("act_fn")).__name__
+    theirs = type(module).forward
+    code = getattr(inspect.unwrap(theirs), "__code__", None)
+    if activation not in _SILU or code is None or not any(_is_alike(code, known.__code__) for known in _LLAMAS_MLP):
+        return None
+
+    def forward(self: Any, *inputs: Any, **options: Any) -> Any:
+        if len(inputs) == 1 and not options:
+            gate, up = self.gate_proj(inputs[0]), self.up_proj(inputs[0])
+            if gate.shape == up.shape and gate.dtype == up.dtype:
+                return self.down_proj(swiglu(gate, up))
+        return theirs(self, *inputs, **options)
+
+    return forward
+
+
+def _in_one_line(self: Any, x: Any) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _in_two_lines(self: Any, x: Any) -> Any:
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj  # noqa: RET504  (as Transformers has it)
+
+
+_LLAMAS_MLP: tuple[Any, ...] = (_in_one_line, _in_two_lines)
+
+
+def _is_alike(code: CodeType, known: CodeType) -> bool:
+    """Whether two functions have the same instructions and names."""
+    return (code.co_code, code.co_names, code.co_argcount) == (known.co_code, known.co_names, known.co_argcount)

@@ -97,7 +97,7 @@ class Steering:
             self._has_changed_module = True
             followed = hooks.followed
             hooks.unfollow()  # hooks inside a module would be compiled with it
-            if "ops" not in self.applied.changes:
+            if not self.applied.changes and _is_on_gpu(hooks.called):
                 self._fusable_parts = fusable_parts(hooks.called)
             self.applied.change_module(hooks.called)
             hooks.follow(followed)
@@ -190,6 +190,10 @@ class Steering:
 def _mean(values: Sequence[torch.Tensor]) -> float | None:
     mean = sum(float(value) for value in values) / len(values)
     return mean if math.isfinite(mean) else None
+
+
+def _is_on_gpu(module: torch.nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())
 
 
 def _idle_s() -> float:
