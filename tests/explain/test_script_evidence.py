@@ -173,6 +173,17 @@ def test_slices_take_the_middle_between_the_phases_proportion_and_all_of_what_th
     assert finding.excess.time_s == pytest.approx((in_proportion + all_theirs) / 2 + 0.002)
 
 
+def test_slices_whose_ranges_explain_all_of_the_lengthening_are_in_proportion():
+    """4,000 ranges of 4 us are 16 of the 36 ms; forward's ranges cost nothing, which must not matter then."""
+    rows = [
+        patterns(pattern=SLICES, time_s=0.03, least_s=0.0, ranges=3000.0, of_s=0.036, of_ranges=4000.0),
+        patterns(pattern=SLICES, phase="forward", time_s=0.002, least_s=0.0, of_s=0.01),
+    ]
+    table = {name: [*rows[0][name], *rows[1][name]] for name in rows[0]}
+    finding = step_budget(script_evidence([inspected(table)]), None).findings[0]
+    assert finding.excess.time_s == pytest.approx(0.03 - 3000 * 4e-6 + 0.002)
+
+
 def test_what_was_timed_alone_is_not_scaled():
     table = patterns(least_s=0.003, least_is_timed=True)
     finding = step_budget(script_evidence([inspected(table)]), None).findings[0]

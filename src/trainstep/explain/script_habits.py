@@ -12,7 +12,8 @@ So a habit's share of a usual (median) step is applied to the mean step without 
 [Note: new tensors] Slices fill new tensors in backward. Under the profiler the allocator gives many of them memory that the process
 did not have, which takes up to three times as long. So what the profiler adds to a phase beyond its ranges is theirs, but it is not
 known how much of it: the time of slices is the middle between the phase's proportion and the least, all of it being theirs. Every
-range of a step costs the profiler as much, so for the least the phase that it lengthened least says how much.
+range of a step costs the profiler as much, so for the least the phase that it lengthened least, of those with patterns, says how
+much.
 """
 
 import re
@@ -38,6 +39,8 @@ _CAUSES = {
 }
 """Pattern -> its cause, and the kernels that it makes longer."""
 _LONGEST_RANGE_S = 5e-6
+_AS_USUAL = 1 - 1e-6
+"""A phase at this scale is as long as usual, but for rounding."""
 _OF_PEAKS = {PRECISION: 1.0, FP32_ATTENTION: 1.55}
 """Pattern -> its time in 16 bits over the time that the peaks of fp32 and 16 bits predict. On an H200, whose data sheet has a ratio
 of 1/14.8, two GPTs took 1/14.9 and 1/15.0 of their matmuls' fp32 time, and 1/9.5 of their attention's
@@ -97,7 +100,7 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
             range_s = _range_s(row, phase_s)
             scale = _scale(row, phase_s, range_s)
             time_s = _unprofiled(row, phase_s, range_s)
-            if pattern == SLICES and scale < 1:  # [Note: new tensors]
+            if pattern == SLICES and scale < _AS_USUAL:  # [Note: new tensors]
                 time_s = (time_s + _at_least(row, phase_s, least_range_s)) / 2
             # The profiler only lengthens a step: an inspected step that is shorter than usual had less to do, in either way
             least_s *= max(1.0, scale) if row.get("least_is_timed") else scale

@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainstep.ops.linear_cross_entropy import linear_cross_entropy
+from trainstep.ops.operators import autocast_dtype
 from trainstep.ops.rms_norm import rms_norm
 from trainstep.ops.rotary import rotary
 from trainstep.ops.swiglu import swiglu
 
 _IGNORED = -100
 """The label of tokens that do not count, in transformers."""
+_BEFORE_LABELS = 5
+"""Arguments of LlamaForCausalLM.forward in front of the labels. Who gives these by position gets the usual forward."""
 
 
 def patch(model: Any) -> None:
@@ -44,8 +47,10 @@ def patch(model: Any) -> None:
         raise ValueError(f"model: its activation must be silu, but is {model.config.hidden_act}")
     patch_loss(model)
     replaced: dict[Any, Any] = {modeling_llama.LlamaRMSNorm: _norm, modeling_llama.LlamaMLP: _mlp}
+    for kind, forward in replaced.items():
+        update_wrapper(forward, kind.forward)  # under this name a pickle finds the class's own
     for module in model.modules():
-        if type(module) in replaced and "forward" not in vars(module):
+        if type(module) in replaced and has_own_forward(module):
             module.forward = MethodType(replaced[type(module)], module)
 
 
@@ -62,14 +67,21 @@ def patch_loss(model: Any) -> None:
 
 def loss_refusal(model: Any) -> str:
     """Why a LlamaForCausalLM has to keep its loss; empty if it has not."""
-    own = vars(model).get("forward")
-    if own is not None and getattr(own, "__func__", None) is not _loss:
+    from transformers.loss.loss_utils import ForCausalLMLoss  # see patch
+
+    if not has_own_forward(model) and getattr(vars(model)["forward"], "__func__", None) is not _loss:
         return "its forward was replaced already, as mixed precision of accelerate does; patch it before"
-    if not type(model).forward.__module__.startswith("transformers."):
+    if not getattr(type(model).forward, "__module__", "").startswith("transformers."):
         return "its class has a forward of another package"
-    if getattr(model, "_loss_function", None) is not None:
-        return "it has a loss function of its own"
+    if model.loss_function is not ForCausalLMLoss:
+        return "it has another loss than the usual"
     return ""
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether the module runs the forward of its class; a pickle of a patched module keeps it as an attribute of the module."""
+    forward = vars(module).get("forward")
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -96,6 +108,8 @@ def _loss(self: Any, *inputs: Any, labels: Tensor | None = None, **options: Any)
     """LlamaForCausalLM.forward, which leaves out the logits where it may."""
     from transformers.modeling_outputs import CausalLMOutputWithPast  # see patch
 
+    if len(inputs) > _BEFORE_LABELS:
+        return type(self).forward(self, *inputs, **options)
     keeps_all = isinstance(keep := options.get("logits_to_keep", 0), int) and keep == 0
     if labels is None or not self.training or not keeps_all or not _is_plain(self.lm_head):
         return type(self).forward(self, *inputs, labels=labels, **options)
@@ -109,12 +123,15 @@ def _loss(self: Any, *inputs: Any, labels: Tensor | None = None, **options: Any)
     if targets is None:  # a token's target is the next token, and the last has none
         targets = pad(labels, (0, 1), value=ignored)[..., 1:]
     tokens = loss_options["num_items_in_batch"]
+    hidden = outputs.last_hidden_state
     loss = linear_cross_entropy(
-        outputs.last_hidden_state,
+        hidden,
         self.lm_head.weight,
-        targets.to(outputs.last_hidden_state.device),
+        targets.to(hidden.device),
         ignore_index=ignored,
         reduction="mean" if tokens is None else "sum",
+        # Gradients of fp16 logits that are made in forward lack the scaler's factor, and most of them are 0
+        gradients_in_forward=(autocast_dtype(hidden) or hidden.dtype) != torch.float16,
     )
     result = CausalLMOutputWithPast(
         loss=loss if tokens is None else loss / torch.as_tensor(tokens, device=loss.device),
@@ -131,6 +148,6 @@ def _is_plain(head: Any) -> bool:
     return (
         type(head) is torch.nn.Linear
         and getattr(head, "bias", None) is None
-        and "forward" not in vars(head)
+        and has_own_forward(head)
         and not is_hooked
     )

@@ -289,7 +289,7 @@ FACTS: Mapping[str, FactKind] = {
     "update_share": FactKind(
         "ratio",
         float,
-        "share of the optimizer's time inside optimizer.step(); the rest is before it: clipping, unscaling",
+        "share of the optimizer's time inside optimizer.step(); the rest is before it: clipping, unscaling by hand",
     ),
     "fusable_parts": FactKind("count", int, "modules of the script that compute what one of trainstep's ops does"),
     "loader_batch_size": FactKind("count", int, "sequences in a batch of the data loader that was read first"),

@@ -1,7 +1,10 @@
 """Which modules of a script `--apply ops=trainstep` gives our ops: those that compute the same, whatever they are called."""
 
+import functools
 import io
 import os
+import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,7 @@ from cell_maker import import_path
 from trainstep.measure.run.changed import fused_ops, steering
 from trainstep.measure.run.changed.applied import Applied
 from trainstep.measure.run.changed.fused_ops import fusable_parts, with_our_ops
+from trainstep.ops import hugging_face_llama
 from trainstep.ops.rms_norm import RMSNorm
 from trainstep.records.facts import facts_of
 from trainstep.records.store import Store
@@ -112,7 +116,7 @@ class EpsilonOutside(Norm):
 
 class Asserts(Norm):
     def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
-        assert hidden.dim() == 3
+        assert hidden.dim() == 4
         return super().forward(hidden)
 
 
@@ -134,6 +138,34 @@ class Adds(Mlp):
 class Swapped(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def doubled(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def called(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * forward(self, x)
+
+    return called
+
+
+class Decorated(Mlp):
+    forward = doubled(Mlp.forward)
+
+
+class SiLU(nn.Module):
+    """As another has it: GELU, nearly."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+def with_changed_activation(kind: str) -> nn.Module:
+    mlp = Mlp()
+    if kind == "hook":
+        mlp.act_fn.register_forward_hook(lambda _module, _inputs, y: 2 * y)
+    else:
+        mlp.act_fn.forward = lambda x: 2 * x
+    return mlp
 
 
 class Sharded(nn.Parameter):
@@ -168,7 +200,9 @@ def hooked() -> nn.Module:
         lambda: Norm().eval(),
         lambda: DropsOut(),
         *(OverHalf, InGroups, OverAll, lambda: EpsilonOutside(eps=1e-3), Asserts, TakesTwo, hooked),
-        *(lambda: Mlp(nn.GELU()), Adds, Swapped, lambda: nn.Linear(WIDTH, WIDTH)),
+        *(lambda: Mlp(nn.GELU()), Adds, Swapped, lambda: nn.Linear(WIDTH, WIDTH), Decorated, lambda: Mlp(SiLU())),
+        lambda: with_changed_activation("hook"),
+        lambda: with_changed_activation("forward"),
         lambda: nn.DataParallel(Norm()),
     ],
 )
@@ -217,6 +251,51 @@ def test_what_our_op_does_not_take_goes_to_the_modules_own_forward():
     torch.testing.assert_close(own(x, None), own(x))
 
 
+class InPlainHalves(Norm):
+    """Without a cast, so that squares of fp16 are lost."""
+
+    def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self._eps) * self.weight
+
+
+def test_a_dtype_in_which_a_norm_is_another_stays_the_modules():
+    module = InPlainHalves(eps=1e-8)
+    with_our_ops(applied := notes(), module)
+    assert applied.counts["ops"] == 1
+    x = 1e-4 * torch.randn(3, WIDTH)
+    torch.testing.assert_close(
+        module(x.half()), InPlainHalves.forward(module, x.half()), rtol=0, atol=0, equal_nan=True
+    )
+    torch.testing.assert_close(module(x), InPlainHalves.forward(module, x))
+
+
+def test_a_result_keeps_its_order_in_memory():
+    norm = Norm()
+    x = torch.randn(2, WIDTH, 5).transpose(1, 2)
+    expected = norm(x)
+    with_our_ops(notes(), norm)
+    torch.testing.assert_close(norm(x), expected)
+    assert norm(x).stride() == expected.stride() != norm(x.contiguous()).stride()
+
+
+class Counts(Norm):
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        self.calls += 1
+        random.random()
+        return super().forward(hidden)
+
+
+def test_a_norm_with_a_state_is_looked_at_without_a_trace():
+    module = nn.Sequential(Counts())
+    random.seed(5)
+    assert fusable_parts(module) == 1
+    drawn = random.random()
+    random.seed(5)
+    assert (random.random(), module[0].calls) == (drawn, 0)
+
+
 def test_a_projection_that_is_wrapped_is_called():
     mlp = Mlp()
     mlp.gate_proj = nn.Sequential(mlp.gate_proj, nn.Linear(40, 40))  # as an adapter does
@@ -239,17 +318,35 @@ def test_looking_changes_nothing_of_the_script():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = Norm(), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
 def test_what_was_compiled_is_compiled_anew(monkeypatch: pytest.MonkeyPatch):
-    module = nn.Sequential(Norm(), Mlp())
-    module.compile(backend="eager", fullgraph=True)
-    x = torch.randn(2, WIDTH)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    module, x = Root(), torch.randn(2, WIDTH)
+    module.compile(backend=backend, fullgraph=True)
     expected = module(x)
     with_our_ops(notes(), module)
     torch.testing.assert_close(module(x), expected)
-    with_our_ops(notes(), nn.Sequential(Norm()))
+    module(2 * x)
+    assert len(graphs) == 2, "one before, one after"
     monkeypatch.setattr(fused_ops, "rms_norm", lambda x, *_, **__: torch.zeros_like(x))
-    monkeypatch.setattr(module[1], "forward", lambda x: x)
-    assert module(x).eq(0).all()
+    torch.compiler.reset()
+    module.mlp.down_proj.bias.data.zero_()
+    module.mlp.up_proj.bias.data.zero_()
+    torch.testing.assert_close(module(x), x), "our op is in the graph"
     torch.compiler.reset()
 
 
@@ -288,7 +385,9 @@ def test_a_llama_is_changed_with_its_loss():
     torch.testing.assert_close(after.loss, before.loss)
 
 
-@pytest.mark.parametrize("kind", ["wrapped forward", "own loss", "adapter on the head", "hook on the head"])
+@pytest.mark.parametrize(
+    "kind", ["wrapped forward", "own loss", "another kind of loss", "adapter on the head", "hook on the head"]
+)
 def test_a_llamas_own_loss_stays_where_it_is_more_than_the_usual(kind: str):
     llama = tiny_llama()
     if kind == "wrapped forward":  # as accelerate's mixed precision does
@@ -296,6 +395,8 @@ def test_a_llamas_own_loss_stays_where_it_is_more_than_the_usual(kind: str):
         llama.forward = lambda *inputs, **options: own(*inputs, **options)
     elif kind == "own loss":
         llama.loss_function = lambda logits, labels, **_: logits.sum() * 0 + 123
+    elif kind == "another kind of loss":
+        llama.loss_type = "ForMaskedLM"
     elif kind == "adapter on the head":
         llama.lm_head = nn.Sequential(llama.lm_head, nn.Linear(40, 40))
     else:
@@ -307,13 +408,51 @@ def test_a_llamas_own_loss_stays_where_it_is_more_than_the_usual(kind: str):
     assert after.logits is not None
 
 
+def test_labels_by_position_and_a_second_patch_of_a_pickle():
+    llama = tiny_llama()
+    expected = llama(TOKENS, None, None, None, None, TOKENS).loss
+    with_our_ops(notes(), llama)
+    torch.testing.assert_close(llama(TOKENS, None, None, None, None, TOKENS).loss, expected)
+    again = pickle.loads(pickle.dumps(llama))
+    assert again(input_ids=TOKENS, labels=TOKENS).logits is not None, "its own forward"
+    assert fusable_parts(again) == 8
+    with_our_ops(notes(), again)
+    assert again(input_ids=TOKENS, labels=TOKENS).logits is None
+
+
+def test_gradients_in_fp16_wait_for_the_scaler(monkeypatch: pytest.MonkeyPatch):
+    llama, given = tiny_llama(), []
+    original = hugging_face_llama.linear_cross_entropy
+    monkeypatch.setattr(
+        hugging_face_llama,
+        "linear_cross_entropy",
+        lambda *inputs, **options: given.append(options["gradients_in_forward"]) or original(*inputs, **options),
+    )
+    hugging_face_llama.patch(llama)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            llama(input_ids=TOKENS, labels=TOKENS)
+    llama(input_ids=TOKENS, labels=TOKENS)
+    assert given == [False, True, True]
+
+
 SCRIPT = """
 import torch
 from torch import nn
 
 torch.manual_seed(0)
-parts = [nn.Linear(16, 16), nn.RMSNorm(16, eps=1e-6) if {norm} else nn.LayerNorm(16), nn.Linear(16, 1)]
-model = nn.Sequential(*parts)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16, eps=1e-6) if {norm} else nn.LayerNorm(16), nn.Linear(16, 1))
+
+    def forward(self, x):
+        return self.parts(x)
+
+
+model = Model()
 if {compiled}:
     model.compile(backend="eager")
 optimizer = torch.optim.AdamW(model.parameters())
@@ -341,6 +480,8 @@ def test_a_script_trains_alike_with_our_ops(tmp_path: Path, compiled: bool):
     plain = run(tmp_path, "plain", norm=True, compiled=compiled, options=[])
     changed = run(tmp_path, "changed", norm=True, compiled=compiled, options=["--apply", "ops=trainstep"])
     assert (changed.fact("applied"), changed.fact("not_applied")) == ("ops=trainstep", None)
+    graphs = [record.fact("compiled_graphs", 0) for record in (plain, changed)]
+    assert graphs == ([1, 2] if compiled else [0, 0]), "compiled once more with our op"
     losses = [record.tables["losses"]["loss"] for record in (plain, changed)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(losses[0]) == 10

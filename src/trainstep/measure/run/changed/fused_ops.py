@@ -10,14 +10,17 @@ does not take (a second argument, another dtype) goes to its own forward.
 formula under a like one. So a module is an RMSNorm if it has one weight of one dimension and an epsilon, and gives, with a random
 weight, what rms_norm gives for a few random rows. Those tell formulas apart: one row is as small as the epsilon, rows and columns
 have unlike scales (a norm over groups, or over the whole tensor, differs), and no mean is 0 (LayerNorm differs). The dtype of its
-result is looked at for each dtype that may come in, with and without autocast. Modules with hooks, parametrisations or randomness
-of their own are never run.
+result is looked at for each dtype that may come in, with and without autocast. What runs is the forward of a copy of the module,
+and random numbers stay as they are. Modules with hooks or parametrisations are left alone.
 
 [Note: what an MLP computes] An MLP is SwiGLU if its activation is SiLU and its forward has the instructions of Llama's. It is not
 run: its matrices are large, and its projections may be wrapped, as adapters do; the changed MLP calls them all the same.
+
+Both take contiguous tensors alone: a norm by hand keeps the strides of its input, and code behind it may count on them.
 """
 
-import inspect
+import copy
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.measure.run.changed.attention import Notes
-from trainstep.ops import hugging_face_llama
+from trainstep.ops import hugging_face_llama, reference
 from trainstep.ops.rms_norm import rms_norm
 from trainstep.ops.swiglu import swiglu
 
@@ -60,7 +63,7 @@ def with_our_ops(applied: Notes, module: nn.Module) -> None:
         hugging_face_llama.patch_loss(llama)
         applied.did("ops")
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # compiled code has the old forwards in it, and no guard looks at them
+        torch.compiler.reset()  # compiled code has the old forwards in it; torch 2.13 guards them, older ones may not
 
 
 def fusable_parts(module: nn.Module) -> int:
@@ -80,9 +83,9 @@ def _parts(module: nn.Module) -> Iterator[_Part]:
     if _is_spread(module):
         return
     for part in module.modules():
-        if "forward" not in vars(part) and _is_plain(part):
+        if hugging_face_llama.has_own_forward(part):
             try:
-                forward = _as_norm(part) or _as_mlp(part)
+                forward = (_as_norm(part) or _as_mlp(part)) if _is_plain(part) else None
             except Exception:  # noqa: BLE001  (somebody else's forward may raise anything, and the script has to go on)
                 continue
             if forward is not None:
@@ -116,7 +119,7 @@ def _as_norm(module: Any) -> Callable[..., Any] | None:
         return None
 
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
-        if len(inputs) == 1 and not options and isinstance(x := inputs[0], Tensor) and x.shape[-1:] == (width,):
+        if len(inputs) == 1 and not options and _is_taken(x := inputs[0]) and x.shape[-1:] == (width,):
             dtype = results.get((torch.is_autocast_enabled(x.device.type), x.dtype))
             if dtype is not None:
                 return rms_norm(x, self.weight, eps, dtype=dtype)
@@ -126,14 +129,18 @@ def _as_norm(module: Any) -> Callable[..., Any] | None:
 
 
 def _result_dtypes(module: Any, eps: float) -> Mapping[tuple[bool, torch.dtype], torch.dtype]:
-    """(autocast is on, x's dtype) -> the dtype of the norm's result, where it gives what rms_norm gives; empty if it is another."""
+    """(autocast is on, x's dtype) -> the dtype of the norm's result, where it gives what rms_norm gives; empty for another norm."""
     device, width = module.weight.device, module.weight.shape[0]
     generator = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randn(4, width, generator=generator, device="cpu") + 0.5
-    scales = torch.tensor([[eps**0.5], [0.05], [1.0], [20.0]], device="cpu")
-    columns = torch.linspace(0.5, 2.0, width, device="cpu")
+    rows = torch.randn(2, 2, width, generator=generator, device="cpu") + 0.5
+    scales = torch.tensor([eps**0.5, 0.05, 1.0, 20.0], device="cpu").view(2, 2, 1)
+    rows = rows * scales * torch.linspace(0.5, 2.0, width, device="cpu")
     weight = (0.5 + torch.rand(width, generator=generator, device="cpu")).to(device, module.weight.dtype)
-    results: dict[tuple[bool, torch.dtype], torch.dtype] = {}
+    twin = copy.copy(module)
+    twin._parameters = {"weight": weight}
+    seen: list[tuple[tuple[bool, torch.dtype], torch.dtype]] = []
+    near: list[Tensor] = []
+    state = random.getstate()
     with (
         torch.no_grad(),
         warnings.catch_warnings(action="ignore"),
@@ -141,51 +148,64 @@ def _result_dtypes(module: Any, eps: float) -> Mapping[tuple[bool, torch.dtype],
         torch.compiler.set_stance("force_eager"),  # what the module compiles itself is no compilation of the script
     ):
         for dtype in _DTYPES:
-            x = (rows * scales * columns).to(device, dtype)
+            x = rows.to(device, dtype)
             for autocast in (False, True):
                 with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                    y = _called(module, weight, x)
-                if y is None:
-                    continue
-                if y.shape != x.shape or not _is_near(y, rms_norm(x, weight, eps, dtype=y.dtype), (x, weight)):
-                    return {}
-                results[autocast, dtype] = y.dtype
-    return results
+                    y = _called(type(module).forward, twin, x)
+                if y is not None and y.dtype in _DTYPES:
+                    seen.append(((autocast, dtype), y.dtype))
+                    near.append(_is_near(y, reference.rms_norm(x, weight, eps).to(y.dtype), (x, weight)))
+    random.setstate(state)
+    fits = torch.stack(near).tolist() if near else []  # the host waits once for a norm
+    if any(not fit and dtype == torch.float32 for ((_, dtype), _), fit in zip(seen, fits, strict=True)):
+        return {}
+    return {key: dtype for (key, dtype), fit in zip(seen, fits, strict=True) if fit}
 
 
-def _called(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
-    """What the module gives with another weight; None if it refuses x, as some refuse dtypes that are unlike."""
+def _called(forward: Callable[..., Any], twin: Any, x: Tensor) -> Tensor | None:
+    """What a norm's copy gives; None if it refuses x, as some refuse dtypes that are unlike, or gives something else."""
     try:
-        y = torch.func.functional_call(module, {"weight": weight}, (x,))
+        y = forward(twin, x)
     except RuntimeError:
         return None
-    return y if isinstance(y, Tensor) else x[:0]
+    return y if isinstance(y, Tensor) and y.shape == x.shape else None
 
 
-def _is_near(theirs: Tensor, ours: Tensor, inputs: Sequence[Tensor]) -> bool:
+def _is_near(theirs: Tensor, ours: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     most = max(_MOST_OFF[tensor.dtype] for tensor in (theirs, *inputs))
     theirs, ours = theirs.float(), ours.float()
     off, largest = (theirs - ours).abs().amax(-1), ours.abs().amax(-1)
-    return bool(theirs.isfinite().all() and (off <= most * largest).all() and (largest > 0).all())
+    return (theirs.isfinite().all(-1) & (off <= most * largest) & (largest > 0)).all()
+
+
+def _is_taken(x: Any) -> bool:
+    """Whether our ops take x with the result that plain code would have: no subclass, no other order in memory."""
+    return type(x) is Tensor and x.is_contiguous()
 
 
 def _as_mlp(module: Any) -> Callable[..., Any] | None:
     """The forward of a SwiGLU MLP by our op; None for another module. [Note: what an MLP computes]"""
-    children = dict(module.named_children())
-    activation = type(children.get("act_fn")).__name__
-    theirs = type(module).forward
-    code = getattr(inspect.unwrap(theirs), "__code__", None)
-    if activation not in _SILU or code is None or not any(_is_alike(code, known.__code__) for known in _LLAMAS_MLP):
+    theirs, activation = type(module).forward, getattr(module, "act_fn", None)
+    code = getattr(theirs, "__code__", None)
+    if code is None or not any(_is_alike(code, known.__code__) for known in _LLAMAS_MLP) or not _is_silu(activation):
         return None
 
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
         if len(inputs) == 1 and not options:
             gate, up = self.gate_proj(inputs[0]), self.up_proj(inputs[0])
-            if gate.shape == up.shape and gate.dtype == up.dtype:
+            if _is_taken(gate) and _is_taken(up) and gate.shape == up.shape and gate.dtype == up.dtype:
                 return self.down_proj(swiglu(gate, up))
+            return self.down_proj(self.act_fn(gate) * up)
         return theirs(self, *inputs, **options)
 
     return forward
+
+
+def _is_silu(activation: Any) -> bool:
+    if not isinstance(activation, nn.Module) or not _is_plain(activation):
+        return False
+    is_known = type(activation) is nn.SiLU or type(activation).__module__.startswith("transformers.")
+    return is_known and type(activation).__name__ in _SILU and hugging_face_llama.has_own_forward(activation)
 
 
 def _in_one_line(self: Any, x: Any) -> Any:

