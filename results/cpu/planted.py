@@ -278,6 +278,8 @@ if __name__ == "__main__":
     tabling = verbs.add_parser("table", help="print the file as Markdown")
     tabling.add_argument("path", type=Path)
     asked = parser.parse_args()
+    if asked.verb == "run" and min(asked.rounds, asked.clean_every) < 1:
+        parser.error("rounds and clean-every must be at least 1")
     if asked.verb == "run":
         run(asked.device, asked.out, asked.steps, asked.only, asked.records, asked.clean_every, asked.rounds)
     else:

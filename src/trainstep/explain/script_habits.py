@@ -99,7 +99,7 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
             phase_s = usual_s[row["phase"]]
             range_s = _range_s(row, phase_s)
             scale = _scale(row, phase_s, range_s)
-            time_s = _unprofiled(row, phase_s, range_s)
+            time_s = scale * (time_s - range_s * row["ranges"])
             if pattern == SLICES and scale < _AS_USUAL:  # [Note: new tensors]
                 time_s = (time_s + _at_least(row, phase_s, least_range_s)) / 2
             # The profiler only lengthens a step: an inspected step that is shorter than usual had less to do, in either way
@@ -137,11 +137,6 @@ def _range_s(row: Mapping[str, Any], usual_s: float) -> float:
     """How much longer a phase is under the profiler, for each of its ranges."""
     range_s = (row["of_s"] - usual_s) / row["of_ranges"] if row["of_ranges"] else 0.0
     return min(max(range_s, 0.0), _LONGEST_RANGE_S)
-
-
-def _unprofiled(row: Mapping[str, Any], usual_s: float, range_s: float) -> float:
-    """A pattern's time without the profiler, in proportion to that of its phase."""
-    return _scale(row, usual_s, range_s) * float(row["time_s"] - range_s * row["ranges"])
 
 
 def _scale(row: Mapping[str, Any], usual_s: float, range_s: float) -> float:

@@ -84,6 +84,12 @@ def has_own_forward(module: Any) -> bool:
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
+def has_hooks(module: Any) -> bool:
+    """Whether somebody's hooks run with the module."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(kinds)
+
+
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     result: Tensor = rms_norm(hidden_states, self.weight, self.variance_epsilon)
     return result
@@ -144,10 +150,9 @@ def _loss(self: Any, *inputs: Any, labels: Tensor | None = None, **options: Any)
 
 def _is_plain(head: Any) -> bool:
     """Whether a head is its weight's product and nothing else: adapters, biases and hooks need the head itself."""
-    is_hooked = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
     return (
         type(head) is torch.nn.Linear
         and getattr(head, "bias", None) is None
         and has_own_forward(head)
-        and not is_hooked
+        and not has_hooks(head)
     )

@@ -60,6 +60,20 @@ class InTwoLines(Mlp):
         return result  # noqa: RET504  (as Transformers' MLPs are written)
 
 
+@pytest.fixture(autouse=True)
+def _on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Modules count as on a GPU, where ops have kernels; the ops themselves run plain PyTorch here."""
+    if request.node.name != "test_without_a_kernel_nothing_is_changed":
+        monkeypatch.setattr(fused_ops, "has_kernel", lambda *_: True)
+
+
+def test_without_a_kernel_nothing_is_changed():
+    module, applied = nn.Sequential(Norm(), Mlp()), notes()
+    with_our_ops(applied, module)
+    assert applied.not_applied["ops"].startswith("where the model is, trainstep's ops are plain PyTorch")
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
 def notes() -> Applied:
     return Applied({"ops": "trainstep"})
 
@@ -440,6 +454,9 @@ SCRIPT = """
 import torch
 from torch import nn
 
+from trainstep.measure.run.changed import fused_ops
+
+fused_ops.has_kernel = lambda *_: {kernels}  # True: as on a GPU
 torch.manual_seed(0)
 
 
@@ -463,9 +480,11 @@ for _ in range(12):
 """
 
 
-def run(folder: Path, name: str, *, norm: bool, compiled: bool, options: list[str]) -> Any:
+def run(
+    folder: Path, name: str, *, norm: bool = True, compiled: bool = False, options: list[str], kernels: bool = True
+) -> Any:
     script, out = folder / f"{name}.py", folder / f"{name}.jsonl"
-    script.write_text(SCRIPT.format(norm=norm, compiled=compiled))
+    script.write_text(SCRIPT.format(norm=norm, compiled=compiled, kernels=kernels))
     words = [sys.executable, "-m", "trainstep", "run", "--quiet", "--no-page", "--inspect-every", "0"]
     words += [*options, "--stop-after", "10", "--out", str(out), str(script)]
     environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -477,8 +496,8 @@ def run(folder: Path, name: str, *, norm: bool, compiled: bool, options: list[st
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_script_trains_alike_with_our_ops(tmp_path: Path, compiled: bool):
-    plain = run(tmp_path, "plain", norm=True, compiled=compiled, options=[])
-    changed = run(tmp_path, "changed", norm=True, compiled=compiled, options=["--apply", "ops=trainstep"])
+    plain = run(tmp_path, "plain", compiled=compiled, options=[])
+    changed = run(tmp_path, "changed", compiled=compiled, options=["--apply", "ops=trainstep"])
     assert (changed.fact("applied"), changed.fact("not_applied")) == ("ops=trainstep", None)
     graphs = [record.fact("compiled_graphs", 0) for record in (plain, changed)]
     assert graphs == ([1, 2] if compiled else [0, 0]), "compiled once more with our op"
@@ -489,8 +508,10 @@ def test_a_script_trains_alike_with_our_ops(tmp_path: Path, compiled: bool):
 
 @pytest.mark.slow
 def test_a_script_without_such_modules_is_told(tmp_path: Path):
-    record = run(tmp_path, "other", norm=False, compiled=False, options=["--apply", "ops=trainstep"])
+    record = run(tmp_path, "other", norm=False, options=["--apply", "ops=trainstep"])
     assert record.fact("not_applied").startswith("ops: no part of the script's module computes")
+    record = run(tmp_path, "cpu", kernels=False, options=["--apply", "ops=trainstep"])
+    assert record.fact("not_applied").startswith("ops: where the model is, trainstep's ops are plain PyTorch")
 
 
 @pytest.mark.parametrize(

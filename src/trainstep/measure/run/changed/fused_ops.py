@@ -19,6 +19,7 @@ run: its matrices are large, and its projections may be wrapped, as adapters do;
 Both take contiguous tensors alone: a norm by hand keeps the strides of its input, and code behind it may count on them.
 """
 
+import contextlib
 import copy
 import random
 import sys
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from trainstep.measure.run.changed.attention import Notes
 from trainstep.ops import hugging_face_llama, reference
+from trainstep.ops.operators import has_kernel
 from trainstep.ops.rms_norm import rms_norm
 from trainstep.ops.swiglu import swiglu
 
@@ -44,6 +46,7 @@ _SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine")
 _MOST_OFF = {torch.float32: 1e-3, torch.bfloat16: 1 / 64, torch.float16: 1 / 64}
 """How far a norm's row may be from our op's, relative to its largest value, by the least precise dtype: roundings are within it."""
 _NOTHING = "no part of the script's module computes what one of trainstep's ops does"
+_NO_KERNEL = "where the model is, trainstep's ops are plain PyTorch; they have kernels for GPUs"
 
 
 class _Part(NamedTuple):
@@ -55,14 +58,19 @@ class _Part(NamedTuple):
 
 def with_our_ops(applied: Notes, module: nn.Module) -> None:
     """Give the parts of the module our ops, and let what is compiled be compiled anew. Called when no forward is under way."""
-    applied.left("ops", _NOTHING)
-    for part in list(_parts(module)):
+    if not any(has_kernel(weight) for weight in module.parameters()):
+        applied.left("ops", _NO_KERNEL)
+        return
+    parts, llamas = list(_parts(module)), list(_llamas(module))
+    for part in parts:
         part.module.forward = MethodType(part.forward, part.module)
         applied.did("ops")
-    for llama in _llamas(module):
+    for llama in llamas:
         hugging_face_llama.patch_loss(llama)
         applied.did("ops")
-    if "torch._dynamo" in sys.modules:
+    if not parts and not llamas:
+        applied.left("ops", _NOTHING)
+    elif "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # compiled code has the old forwards in it; torch 2.13 guards them, older ones may not
 
 
@@ -99,10 +107,9 @@ def _is_spread(module: nn.Module) -> bool:
 
 def _is_plain(part: nn.Module) -> bool:
     """Whether the module's own parameters are whole and on a device, and nobody's hooks run with it."""
-    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
     own = [*part.parameters(recurse=False)]
     is_whole = all(type(weight) is nn.Parameter and not hasattr(weight, "ds_id") for weight in own)
-    return is_whole and not any(hooks) and all(weight.device.type != "meta" for weight in own)
+    return is_whole and not hugging_face_llama.has_hooks(part) and all(weight.device.type != "meta" for weight in own)
 
 
 def _as_norm(module: Any) -> Callable[..., Any] | None:
@@ -140,9 +147,9 @@ def _result_dtypes(module: Any, eps: float) -> Mapping[tuple[bool, torch.dtype],
     twin._parameters = {"weight": weight}
     seen: list[tuple[tuple[bool, torch.dtype], torch.dtype]] = []
     near: list[Tensor] = []
-    state = random.getstate()
     with (
         torch.no_grad(),
+        _kept_random_numbers(),
         warnings.catch_warnings(action="ignore"),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.compiler.set_stance("force_eager"),  # what the module compiles itself is no compilation of the script
@@ -155,11 +162,20 @@ def _result_dtypes(module: Any, eps: float) -> Mapping[tuple[bool, torch.dtype],
                 if y is not None and y.dtype in _DTYPES:
                     seen.append(((autocast, dtype), y.dtype))
                     near.append(_is_near(y, reference.rms_norm(x, weight, eps).to(y.dtype), (x, weight)))
-    random.setstate(state)
     fits = torch.stack(near).tolist() if near else []  # the host waits once for a norm
     if any(not fit and dtype == torch.float32 for ((_, dtype), _), fit in zip(seen, fits, strict=True)):
         return {}
     return {key: dtype for (key, dtype), fit in zip(seen, fits, strict=True) if fit}
+
+
+@contextlib.contextmanager
+def _kept_random_numbers() -> Iterator[None]:
+    """Python's random numbers go on as if nothing had been drawn."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _called(forward: Callable[..., Any], twin: Any, x: Tensor) -> Tensor | None:
