@@ -299,9 +299,7 @@ class BucketedDDP(_MessagePerBucket):
         ValueError for `arrived` without a stream, and for a stream without `arrived`.
         """
         if (when == "arrived") != (stream is not None):
-            raise ValueError(
-                f"stream: is where averages arrive with when='arrived', and needed there; when is {when!r}"
-            )
+            raise ValueError(f"stream: is needed with when='arrived', and only there; when is {when!r}")
         self._on_average, self._when, self._average_stream = call, when, stream
 
     def _send(self, message_index: int) -> None:
