@@ -268,7 +268,7 @@ def test_a_real_proof_is_killed_goes_on_and_its_options_are_read(folder: Path):
     command = [*COMMAND, "--processes", 1, "--out-config", "fast.toml"]
     records = folder / "p.jsonl"
     killed = start(*command, folder=folder)
-    assert wait_until(lambda: records.exists() and records.read_text().count("\n") >= 4, timeout_s=200)
+    assert wait_until(lambda: records.exists() and records.read_text().count("\n") >= 4, timeout_s=300)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     before = Store(records).read()

@@ -52,15 +52,14 @@ def records(folder: Path) -> list[Record]:
 
 def test_a_script_is_stopped_with_its_losses_and_what_was_not_applied(tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAINING)
-    words = ["--stop-after", "5", "--apply", "adamw=fused,compile=module", "--no-page", "--inspect-every", "0"]
+    words = ["--stop-after", "5", "--apply", "adamw=fused,gc=off", "--no-page", "--inspect-every", "0"]
     done = watched(tmp_path, *words, "train.py", "1000")
     assert done.returncode == 0, done.stderr
     assert "adamw was not applied: the script builds no Adam or AdamW" in done.stderr
     [*_, record] = records(tmp_path)
     assert record.fact("ending") == "stopped after 5 steps"
     assert (record.fact("stopped_after"), record.fact("timed_steps"), record.fact("timed_s") > 0) == (5, 3, True)
-    assert record.fact("applied") == "adamw=fused,compile=module"
-    assert record.fact("compiled_graphs") >= 1
+    assert record.fact("applied") == "adamw=fused,gc=off"
     assert record.fact("not_applied").startswith("adamw: ")
     assert record.fact("script_precision") == "fp32"
     printed = [float(line.split()[1]) for line in done.stdout.splitlines()]
