@@ -18,28 +18,10 @@ WITHIN = 0.25
 WORDS = ("--level", "across_nodes", "--mib", "0.25,1,4", "--warmups", "2", "--steps", "4", "--out")
 
 
-def collectives(places: tuple[tuple[str, str], ...], folder: Path, out: str) -> None:
-    """Run `trainstep collectives` on both nodes, two tasks each."""
-    on_both_nodes(places, lambda _: ("-m", "trainstep", "collectives", *WORDS, out), folder=folder, timeout_s=150)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(330)
-@pytest.mark.parametrize(("rate", "bytes_per_s"), [("1gbit", 125e6), ("200mbit", 25e6)])
-def test_the_speed_of_the_link_between_nodes_is_found(
-    nodes: tuple[tuple[str, str], ...], tmp_path: Path, rate: str, bytes_per_s: float
-):
-    """Once in two runs: while a busy machine keeps a sender waiting, the link saves up what it may send, and then is too fast."""
-    limit(nodes, rate)
-    expected = {name: pytest.approx(bytes_per_s, rel=WITHIN) for name in ("across_nodes", "n1 - n2")}
-    collectives(nodes, tmp_path, "first.jsonl")
-    if speeds_in(tmp_path / "first.jsonl") != expected:
-        collectives(nodes, tmp_path, "second.jsonl")
-        assert speeds_in(tmp_path / "second.jsonl") == expected
-
-
-def speeds_in(file: Path) -> dict[str, float | None]:
-    """Bytes per second of the level and of the link, as the tables have them."""
+def speeds(places: tuple[tuple[str, str], ...], file: Path) -> dict[str, float | None]:
+    """Bytes per second of the level and of the link, by `trainstep collectives` on both nodes, two tasks each."""
+    words = ("-m", "trainstep", "collectives", *WORDS, file.name)
+    on_both_nodes(places, lambda _: words, folder=file.parent, timeout_s=150)
     rows = rows_of([(file.name, record) for record in Store(file).read()])
     assert all(row.record.failure is None for row in rows)
     found: dict[str, float | None] = {}
@@ -49,6 +31,19 @@ def speeds_in(file: Path) -> dict[str, float | None]:
         found[alike[0].record.config["level"]] = node_bytes_per_s(alike[0].record, fit)
         found |= {link.name: link.bytes_per_s for link in links_of(alike)}
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize(("rate", "bytes_per_s"), [("1gbit", 125e6), ("200mbit", 25e6)])
+def test_the_speed_of_the_link_between_nodes_is_found(
+    nodes: tuple[tuple[str, str], ...], tmp_path: Path, rate: str, bytes_per_s: float
+):
+    """A second run decides where the first is off: a link saves up what it may send while a busy machine keeps a sender waiting."""
+    limit(nodes, rate)
+    expected = {name: pytest.approx(bytes_per_s, rel=WITHIN) for name in ("across_nodes", "n1 - n2")}
+    if speeds(nodes, tmp_path / "first.jsonl") != expected:
+        assert speeds(nodes, tmp_path / "second.jsonl") == expected
 
 
 CUT_SWEEP = """
