@@ -291,7 +291,9 @@ FACTS: Mapping[str, FactKind] = {
         float,
         "share of the optimizer's time inside optimizer.step(); the rest is before it: clipping, unscaling by hand",
     ),
-    "fusable_parts": FactKind("count", int, "modules of the script that compute what one of trainstep's ops does"),
+    "fusable_parts": FactKind(
+        "count", int, "modules and compiled losses of the script that compute what one of trainstep's ops does"
+    ),
     "loader_batch_size": FactKind("count", int, "sequences in a batch of the data loader that was read first"),
     "script_precision": FactKind("", str, "autocast's dtype, else the weights', else that of fp32 matmuls"),
     "process": FactKind("", str, "which window of a proof the record is of"),

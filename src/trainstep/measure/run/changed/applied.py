@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainstep.measure.run.changed.attention import models_said_causal, said_causal, with_our_kernel
+from trainstep.measure.run.changed.fused_loss import with_our_loss
 from trainstep.measure.run.changed.fused_ops import with_our_ops
 from trainstep.measure.run.device_clock import matmul_precision
 from trainstep.ops.adamw import AdamW
@@ -354,6 +355,7 @@ _INSTALL: Mapping[str, Callable[[Applied, str], None]] = {
     "precision": _precision,
     "attention": lambda applied, _: with_our_kernel(applied),
     "mask": lambda applied, _: said_causal(applied),
+    "ops": lambda applied, _: with_our_loss(applied),
     "bucket_cap_mb": _buckets,
 }
 _NOTHING: Mapping[str, str] = {

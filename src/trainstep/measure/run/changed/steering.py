@@ -32,6 +32,7 @@ from torch.utils.data import dataloader
 
 from trainstep.config.script import text_of_changes
 from trainstep.measure.run.changed.applied import Applied
+from trainstep.measure.run.changed.fused_loss import count_losses
 from trainstep.measure.run.changed.fused_ops import fusable_parts
 from trainstep.measure.run.changed.turns import Turn
 from trainstep.measure.run.device_clock import matmul_precision
@@ -73,10 +74,13 @@ class Steering:
         self._weights: torch.dtype | None = None
         self._batch_size: int | None = None
         self._fusable_parts: int | None = None
+        self._fusable_losses: Callable[[], int] = lambda: 0
 
     def install(self) -> None:
         """Apply the changes, and watch what backward is called on."""
         self.applied.install()
+        if not self.applied.changes:
+            self._fusable_losses = count_losses()
         torch.autograd.backward = self._seen_backward(torch.autograd.backward)
         enter = torch.autocast.__enter__
 
@@ -99,7 +103,7 @@ class Steering:
             hooks.unfollow()  # hooks inside a module would be compiled with it
             if not self.applied.changes and _is_on_gpu(hooks.called):
                 with suppress(Exception):  # the script goes on, whatever its modules do when somebody looks
-                    self._fusable_parts = fusable_parts(hooks.called)
+                    self._fusable_parts = fusable_parts(hooks.called) + self._fusable_losses()
             self.applied.change_module(hooks.called)
             hooks.follow(followed)
         if self._weights is None:

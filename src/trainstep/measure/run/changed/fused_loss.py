@@ -1,0 +1,268 @@
+"""Gives a compiled script trainstep's loss, from outside: the head's matmul and the cross-entropy behind it become one op.
+
+    with_our_loss(applied)                   # each graph that Inductor compiles from now on has our op, if it has such a loss
+    counted = count_losses()                 # only counts them: counted() says how many graphs had one
+
+Between the two a script casts, slices and flattens the logits (to drop the last token, to merge batch and positions). Each of these
+keeps rows of logits whole, so the same is done with rows of hidden states in their place, and the logits never exist whole. Where a
+forward also returns its logits, as nanoGPT's does, it returns what computes them when they are first used (late_logits.py).
+
+[Note: where] Only in a graph of torch.compile can it be seen what else uses the logits, and only if head and loss are in one graph:
+in Transformers' models a graph break is between them. The graph is changed as Dynamo gives it to Inductor, before autograd is
+traced.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.nn import functional as F
+
+from trainstep.measure.run.changed.attention import Notes
+from trainstep.measure.run.changed.late_logits import LateLogits
+from trainstep.ops.linear_cross_entropy import linear_cross_entropy
+from trainstep.ops.operators import has_kernel
+
+_SIGNATURE = inspect.signature(F.cross_entropy)
+_OWN_SIZES = ("view", "reshape")
+"""Methods whose arguments name the size of each dimension, the vocabulary last."""
+_CASTS = ("float", "to")
+_ALIKE = ("flatten", "contiguous")
+"""Methods that do with hidden states what they do with logits, as long as they leave the last dimension."""
+_USED_ELSEWHERE = "the compiled model uses its logits for more than its loss"
+
+
+class _Loss(NamedTuple):
+    """A cross-entropy of a graph, its head, and what is between them, from the head on."""
+
+    node: Node
+    head: Node
+    between: Sequence[Node]
+
+    @property
+    def returned(self) -> Node | None:
+        """The logits that the graph returns, as the head made them or cast; None if it returns none."""
+        casts = (node for node in self.between[:1] if node.target in _CASTS)
+        return next((node for node in (self.head, *casts) if _outputs(node.graph) in node.users), None)
+
+    @property
+    def has_other_uses(self) -> bool:
+        """Whether the graph itself uses logits for something else, or returns them in a form that cannot be made late."""
+        returned = self.returned
+        uses = [use for node in (self.head, *self.between) for use in node.users if use not in self.between]
+        if returned is not None:
+            uses = [use for use in uses if use.op != "output"]
+            others = [node for node in (self.head, *self.between) if node is not returned]
+            if _weight(self).op != "placeholder" or any(_outputs(node.graph) in node.users for node in others):
+                return True
+        return uses != [self.node]
+
+
+class _Late(NamedTuple):
+    """Logits that are computed when they are used: their place among the graph's results, and the weight's among its inputs."""
+
+    place: int
+    weight: int
+    matmul_dtype: torch.dtype
+    dtype: torch.dtype
+
+
+def with_our_loss(applied: Notes) -> None:
+    """Fuse the losses of each graph that is compiled from now on."""
+
+    def fuse(graph_module: GraphModule) -> Sequence[_Late]:
+        late: list[_Late] = []
+        for loss in [*_losses(graph_module.graph)]:
+            if loss.has_other_uses:
+                applied.left("ops", _USED_ELSEWHERE)
+                continue
+            late += _fuse(graph_module.graph, loss)
+            applied.did("ops")
+        graph_module.recompile()
+        return late
+
+    _before_inductor(fuse)
+
+
+def count_losses() -> Callable[[], int]:
+    """Count from now on the losses that `with_our_loss` would fuse; returns a function that gives their number so far."""
+    found: list[Node] = []
+
+    def count(graph_module: GraphModule) -> Sequence[_Late]:
+        found.extend(loss.node for loss in _losses(graph_module.graph) if not loss.has_other_uses)
+        return ()
+
+    _before_inductor(count)
+    return lambda: len(found)
+
+
+def _before_inductor(see: Callable[[GraphModule], Sequence[_Late]]) -> None:
+    """Call `see` with each graph that torch.compile's default backend is about to compile; it may change the graph."""
+    backend: Any = torch._TorchCompileInductorWrapper
+    compile_graph = backend.__call__
+
+    @functools.wraps(compile_graph)
+    def call(self: Any, graph_module: Any, *arguments: Any, **options: Any) -> Any:
+        late = see(graph_module) if isinstance(graph_module, GraphModule) else ()
+        compiled = compile_graph(self, graph_module, *arguments, **options)
+        return functools.partial(_called, compiled, late) if late else compiled
+
+    backend.__call__ = call
+
+
+def _called(compiled: Callable[..., Any], late: Sequence[_Late], *inputs: Any) -> list[Any]:
+    """The graph's results, with late logits where the compiled graph returns hidden states in their place."""
+    results = [*compiled(*inputs)]
+    for each in late:
+        results[each.place] = LateLogits(
+            results[each.place], inputs[each.weight], matmul_dtype=each.matmul_dtype, dtype=each.dtype
+        )
+    return results
+
+
+def _losses(graph: Graph) -> Iterator[_Loss]:
+    """The cross-entropies of whole rows of logits that a head without a bias makes, where our op has a kernel."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is F.cross_entropy:
+            loss = _loss_of(node)
+            if loss is not None:
+                yield loss
+
+
+def _loss_of(node: Node) -> _Loss | None:
+    given = _arguments(node)
+    logits, targets = given["input"], given["target"]
+    if any(given[name] is not None for name in ("weight", "size_average", "reduce")):
+        return None
+    if given["reduction"] not in ("mean", "sum") or not (isinstance(logits, Node) and isinstance(targets, Node)):
+        return None
+    values = _value(logits), _value(targets)
+    if any(value is None for value in values) or (values[0].dim(), values[1].dim()) != (2, 1):
+        return None
+    if values[1].dtype != torch.int64:
+        return None
+    between: list[Node] = []
+    at = logits
+    while not _is_head(at):
+        if not _keeps_rows(at):
+            return None
+        between.insert(0, at)
+        at = at.args[0]  # type: ignore[assignment]
+    return _Loss(node, at, between)
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _is_head(node: Node) -> bool:
+    """Whether the node is a matmul with a weight and nothing else, of tensors that our op has a kernel for."""
+    if node.op != "call_function" or node.target is not F.linear or len(node.args) + len(node.kwargs) < 2:
+        return False
+    hidden, weight, bias = (*node.args, *node.kwargs.values(), None)[:3]
+    values = [_value(each) for each in (hidden, weight, node)]
+    return bias is None and all(value is not None for value in values) and has_kernel(*values)
+
+
+def _keeps_rows(node: Node) -> bool:
+    """Whether the node's result has rows of logits, as they were, in the same order."""
+    source = node.args[0] if node.args else None
+    value, given = _value(node), _value(source)
+    if value is None or given is None or node.kwargs or value.dim() < 2 or value.shape[-1] != given.shape[-1]:
+        return False
+    if node.op == "call_function":
+        return node.target is operator.getitem and _keeps_last(node.args[1], given.dim())
+    if node.op != "call_method":
+        return False
+    if node.target == "to":
+        return node.args[1:] == (torch.float32,)
+    return node.target == "float" or node.target in _OWN_SIZES or node.target in _ALIKE
+
+
+def _keeps_last(index: Any, dimensions: int) -> bool:
+    """Whether an index is made of slices and takes all of the last dimension."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
+        return False
+    reaches_last = len(parts) == dimensions or (Ellipsis in parts and parts[-1] is not Ellipsis)
+    return not reaches_last or parts[-1] == slice(None)
+
+
+def _weight(loss: _Loss) -> Any:
+    return (*loss.head.args, *loss.head.kwargs.values())[1]
+
+
+def _outputs(graph: Graph) -> Node:
+    output: Node = next(iter(reversed(graph.nodes)))
+    return output
+
+
+def _fuse(graph: Graph, loss: _Loss) -> list[_Late]:
+    """Replace the loss and what leads to it by our op on hidden states; returns what the graph returns hidden states for."""
+    given = _arguments(loss.node)
+    hidden, weight = (*loss.head.args, *loss.head.kwargs.values())[:2]
+    dtype, late = _value(loss.node).dtype, _return_hidden(graph, loss, hidden)
+    with graph.inserting_before(loss.node):
+        for node in loss.between:
+            hidden = _same_rows(graph, node, hidden)
+        fused = graph.call_function(
+            linear_cross_entropy,
+            (hidden, weight, given["target"]),
+            {
+                **{name: given[name] for name in ("ignore_index", "label_smoothing", "reduction")},
+                # Gradients of fp16 logits that are made in forward lack the scaler's factor, and most of them are 0
+                "gradients_in_forward": _value(loss.head).dtype != torch.float16,
+            },
+        )
+        if dtype != torch.float32:  # torch's cross-entropy of 16-bit logits outside autocast
+            fused = graph.call_method("to", (fused, dtype))
+    fused.meta = dict(loss.node.meta)
+    loss.node.replace_all_uses_with(fused)
+    for node in (loss.node, *reversed(loss.between), loss.head):
+        graph.erase_node(node)
+    return late
+
+
+def _return_hidden(graph: Graph, loss: _Loss, hidden: Any) -> list[_Late]:
+    """Return hidden states in place of logits, if the graph returns these."""
+    returned = loss.returned
+    if returned is None:
+        return []
+    output, inputs = _outputs(graph), [node for node in graph.nodes if node.op == "placeholder"]
+    results = output.args[0]
+    assert isinstance(results, Sequence)
+    output.args = (tuple(hidden if each is returned else each for each in results),)
+    dtypes = {"matmul_dtype": _value(loss.head).dtype, "dtype": _value(returned).dtype}
+    weight = inputs.index(_weight(loss))
+    return [_Late(place=place, weight=weight, **dtypes) for place, each in enumerate(results) if each is returned]
+
+
+def _same_rows(graph: Graph, node: Node, hidden: Any) -> Any:
+    """What the node does with rows of logits, done with rows of hidden states; casts are left out, as our op sums in fp32."""
+    if node.target in _CASTS:
+        return hidden
+    if node.target in _OWN_SIZES:
+        sizes = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
+        arguments = (hidden, (*sizes[:-1], _value(hidden).shape[-1]))
+        same = graph.call_method("reshape", arguments)
+        value = _value(hidden).reshape(map_arg(arguments[1], _value))
+    elif node.target is operator.getitem:
+        same = graph.call_function(operator.getitem, (hidden, node.args[1]))
+        value = _value(hidden)[map_arg(node.args[1], _value)]
+    else:
+        same = graph.call_method(str(node.target), (hidden, *node.args[1:]))
+        value = getattr(_value(hidden), str(node.target))(*node.args[1:])
+    same.meta["example_value"] = value
+    return same
+
+
+def _value(node: Any) -> Any:
+    """What Dynamo traced the node with, a tensor without data or a symbolic size; None for what is no node."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
