@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_VECTOR_ACCESS = r"\b(?:ld|st)\.global\S*\.v[24]|\bcp\.async\.c[ag]\.shared\S*[^;]*?, (?:0x10|16)\b"
+"""An access of up to 16 bytes by a thread, through registers or from global to shared memory."""
 SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
 """The most shared memory of a block, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
@@ -51,7 +53,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
         "spilled_bytes": spilled_bytes,
         "warnings": warnings,
         "conversions": compiled.asm["ttgir"].count("ttg.convert_layout"),
-        "vector_accesses": len(re.findall(r"\b(?:ld|st)\.global\S*\.v[24]", compiled.asm["ptx"])),
+        "vector_accesses": len(re.findall(_VECTOR_ACCESS, compiled.asm["ptx"])),
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync|tcgen05\.mma", compiled.asm["ptx"])),
         "running_sums": max(running_sums(compiled.asm[stage]) for stage in ("ttir", "ttgir")),

@@ -350,9 +350,41 @@ def test_another_batch_has_other_losses_and_what_joins_it_is_held_to_these():
 
     wrong.trial = of_both  # type: ignore[method-assign]
     proof = wrong.run(BATCH, BLOCK)
-    assert proof.together is not None
-    assert proof.together.step.word == "another loss"
-    assert proof.chosen == {**START, "batch_size": 8}
+    [(name, why)] = proof.left_out
+    assert (name, proof.chosen) == ("compile block", {**START, "batch_size": 8})
+    assert why.startswith("batch_size 8 with compile block, together: another loss: not kept: the losses of 3 steps")
+    assert wrong.compared[-1] == ({"batch_size": 8}, 1), "what is left is compared a second time"
+
+
+def test_where_all_together_do_not_run_the_faster_half_is_measured():
+    lab = Lab({"step": 0.5, "block": 0.8, "loop": 0.9})
+    trial = lab.trial
+
+    def with_loop(options: Options, repeat: int) -> Trial | None:
+        tried = trial(options, repeat)
+        is_joined = options.get("adamw") == "loop" and "capture" in options
+        return Trial(failure_kind="oom", phase="step", message="no room") if tried and is_joined else tried
+
+    lab.trial = with_loop  # type: ignore[method-assign]
+    proof = lab.run(CAPTURE, BLOCK, LOOP)
+    whole = "capture step with compile block with adamw loop"
+    assert proof.left_out == [("adamw loop", f"{whole}, together: oom: no room")]
+    assert proof.chosen == {**START, "capture": "step", "compile": "block"}
+    assert proof.takes_all
+
+
+def test_a_larger_batch_leaves_little_of_what_is_saved_once_a_step():
+    graphs = Candidate(fields={"compile": "reduce_overhead"})
+    lab = Lab({32: 0.8, "loop": 0.94, "reduce_overhead": 0.975})
+    proof = lab.run(replace(BATCH, fields={"batch_size": 32}), LOOP, graphs)
+    assert proof.chosen == {**START, "batch_size": 32, "adamw": "loop"}, "0.75 and 0.3 % are left of 6 and 2.5"
+    [(name, why)] = proof.left_out
+    assert name == "compile reduce_overhead"
+    assert why == "it saves time once a step, of which batch_size 32 leaves less than 0.5 %"
+    assert lab.run(LOOP, graphs).chosen == {**START, "adamw": "loop", "compile": "reduce_overhead"}
+    module = Candidate(fields={"compile": "module"})
+    lab.speeds["module"] = 0.975
+    assert "compile" in lab.run(replace(BATCH, fields={"batch_size": 32}), module).chosen, "it saves for each token"
 
 
 @pytest.mark.parametrize("budget", range(8))

@@ -125,15 +125,10 @@ def requests() -> Iterator[dict[str, Any]]:
         for rows, width, warps in ((1, 4096, 8), (16, 256, 8), (1, 8192, 16)):
             tile = {"ADD": True, "ROWS": rows, "WIDTH": width}
             yield request("rms_norm", "rms_norm_kernel", warps, 8, norm, **tile)
-            prefetch = element != "fp32"
-            tile = {
-                "ADD": True,
-                "PREFETCH": prefetch,
-                "ROWS": max(1, (8192 if prefetch else 4096) // width),
-                "WIDTH": width,
-            }
-            yield request("rms_norm", "rms_norm_backward_kernel", warps, 8, norm, **tile)
-        tile = {"ROWS": 128, "COLUMNS": 32}
+            is_pipelined = element != "fp32"
+            tile |= {"STAGES": 3 if is_pipelined else 1}
+            yield request("rms_norm", "rms_norm_backward_kernel", 8 if is_pipelined else warps, 8, norm, **tile)
+        tile = {"ROWS": 128, "COLUMNS": 16}
         yield request("rms_norm", "rms_norm_weight_kernel", 4, 1, {"table_ptr": "*fp32"}, **tile)
         angles = {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
         for interleaved in (True, False):

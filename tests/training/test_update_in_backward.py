@@ -520,7 +520,7 @@ def on_gpus(ranks: Ranks, config: RunConfig, options: dict[str, Any]) -> tuple[l
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 def test_on_gpus_buckets_are_updated_behind_their_messages(precision: str, capture: str):
     values = {**GPU_SHAPE, "device": "cuda", "adamw": "trainstep", "precision": precision, "capture": capture}
-    config = build_run(values)
+    config = build_config("parallel", {**values, "ranks": 2, "sync": "bucketed"}).run
     (plain, peak), (again, _) = (run_ranks(2, on_gpus, config, {}, backend="nccl")[0] for _ in range(2))
     for update, options in ON_GPUS.values():
         updating = replace(config, update=update)

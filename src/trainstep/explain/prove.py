@@ -24,7 +24,7 @@ from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
 from trainstep.explain.floor import changed
 from trainstep.explain.gain import predicted_gain
-from trainstep.explain.proof import AGAIN, TOGETHER, Candidate, Proof, Tried
+from trainstep.explain.proof import AGAIN, TOGETHER, Candidate, Proof, Tried, ratio_of
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import step_time
@@ -47,6 +47,11 @@ _BATCH_CAUSE = "matmul_shapes"  # its page advises more tokens in a batch
 _UNGRAPHED = "a CPU has no CUDA graphs: a captured step is replayed there operator by operator, and nothing is gained"
 _ALWAYS = ("batch_size", "context", "device")
 """Fields that the start's options always name, even at their defaults."""
+_ONCE_A_STEP = ("adamw", "capture", "copies", "gc", "pin_memory")
+_LAUNCHES = {"compile": "reduce_overhead"}
+"""Changes that save the same time in a step of any batch size; a larger one leaves a smaller share of it."""
+_LEAST_LEFT = 0.005
+"""A change joins others only if it saves this share of the step beside them: each may keep the whole from running."""
 _NEVER = ("keep_trace", "nvtx", "cold_compile")
 
 Predict = Callable[[Mapping[str, Any]], Interval | None]
@@ -260,12 +265,37 @@ class _Prover(Trials):
         return step
 
     def _measure_together(self, said: Callable[[int, int, Candidate], None]) -> None:
-        """Join the changes that helped or may help, fastest first, as far as a config accepts them; compare with the start."""
+        """Join the changes that helped or may help, fastest first, as far as a config accepts them; compare with the start.
+
+        If they do not run together, or not with the same losses, half of them are tried, the faster ones.
+        """
         proof = self.proof
+        joined, left_out = self._joined()
+        while joined:
+            fields = {name: value for tried in joined for name, value in tried.candidate.fields.items()}
+            candidate = Candidate(fields=fields, gain=self._predict(fields))
+            if fields == dict(proof.may_join[0].candidate.fields):
+                candidate = proof.may_join[0].candidate
+            said(self._count, self._count, candidate)
+            proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))
+            proof.left_out = left_out
+            if proof.together.step.comparison is not None or len(joined) == 1:
+                return
+            kept = (len(joined) + 1) // 2
+            failed = f"{name_of(fields)}, together: {proof.together.step.word}: {proof.together.step.reason}"
+            left_out = [*left_out, *((tried.candidate.name, failed) for tried in joined[kept:])]
+            joined = joined[:kept]
+
+    def _joined(self) -> tuple[list[Tried], list[tuple[str, str]]]:
+        """The changes to measure together, the fastest first; and those that are left out, with the reason."""
+        start = self.proof.start
+        joined: list[Tried] = []
         fields: dict[str, Any] = {}
         whose: dict[str, Tried] = {}
         left_out: list[tuple[str, str]] = []
-        for tried in proof.may_join:
+        sizes = (tried.candidate.fields[_BATCH] for tried in self.proof.may_join if _BATCH in tried.candidate.fields)
+        size = next(sizes, None)
+        for tried in self.proof.may_join:
             more = dict(tried.candidate.fields)
             rivals = [name for name in more if fields.get(name, more[name]) != more[name]]
             if STRATEGY_FIELDS & set(more):  # a strategy and its options are one choice
@@ -274,18 +304,16 @@ class _Prover(Trials):
                 is_sure = whose[rivals[0]].step.kept and tried.step.kept
                 verb = "is" if is_sure else "seems"
                 left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} {verb} faster"))
-            elif why := self.refusal({**proof.start, **fields, **more}):
+            elif size is not None and _left_by(more, ratio_of(tried.step), size / start[_BATCH]) < _LEAST_LEFT:
+                why = f"it saves time once a step, of which {_BATCH} {size} leaves less than {100 * _LEAST_LEFT:g} %"
+                left_out.append((tried.candidate.name, why))
+            elif why := self.refusal({**start, **fields, **more}):
                 left_out.append((tried.candidate.name, f"together with {name_of(fields)} it is refused: {why}"))
             else:
+                joined.append(tried)
                 fields |= more
                 whose |= dict.fromkeys(more, tried)
-        if fields:
-            candidate = Candidate(fields=fields, gain=self._predict(fields))
-            if fields == dict(proof.may_join[0].candidate.fields):
-                candidate = proof.may_join[0].candidate
-            said(self._count, self._count, candidate)
-            proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))
-            proof.left_out += left_out
+        return joined, left_out
 
     def _measure_again(self, said: Callable[[int, int, Candidate], None]) -> None:
         """If all together are not taken, compare single changes a second time, fastest first, until one is confirmed."""
@@ -298,3 +326,9 @@ class _Prover(Trials):
             proof.again.append(Tried(candidate=candidate, step=self._against_start(AGAIN, candidate.fields)))
             if proof.again[-1].step.kept:
                 return
+
+
+def _left_by(fields: Mapping[str, Any], ratio: float, work: float) -> float:
+    """The share of the time per token that a change saves in a batch `work` times as large, if `ratio` is what it took before."""
+    is_once = all(name in _ONCE_A_STEP or _LAUNCHES.get(name) == value for name, value in fields.items())
+    return (1 - ratio) / work if is_once else 1 - ratio

@@ -1,11 +1,13 @@
 """Kernels of RMSNorm, with the addition of a residual where there is one.
 
-Forward: a program normalises a tile of whole rows. Backward: a program goes through many tiles, reads the next one while it works
-on one, and sums the gradient of the weight over its rows in registers. The sums of all programs, a row of a table each, are then
-added in a fixed order by a kernel of our own: torch's sum over a few hundred rows takes 7 µs, and rounding it another kernel.
+Forward: a program normalises a tile of whole rows. Backward: a program goes through many tiles, with the next ones on their way
+while it works on one, and sums the gradient of the weight over its rows in registers. The sums of all programs, a row of a table
+each, are then added in a fixed order by a kernel of our own: torch's sum over a few hundred rows takes 7 µs, and rounding it
+another kernel.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,12 +21,11 @@ WIDEST = 16_384
 _TILE = 4096
 """Elements of a tile, if rows are not longer: 16 each for 256 threads."""
 _PROGRAMS_PER_SM = 4
-_PREFETCHED_TILE = 8192
-"""Elements of a tile of backward where it is read ahead, with one program a multiprocessor: 16-bit rows of at most
-`_WIDEST_PREFETCHED`, which leave registers for it. Without, 8192 x 4096 takes 1.2 times as long (docs/log.md, 2026-11-27)."""
-_WIDEST_PREFETCHED = 8192
-_SUMMED_ROWS, _SUMMED_COLUMNS = 128, 32
-"""The tile in which the sums of programs are added: 32 columns of fp32 are a line of the cache."""
+_STAGES = 3
+"""Tiles of backward that are on their way or worked on, of 16-bit rows of at most `_widest_pipelined`. On an H200 8192 x 4096 takes
+0.0549 ms of the GPU, and 0.0570 with the next tile read into registers (results/h200/rms_norm_variants.csv)."""
+_SUMMED_ROWS, _SUMMED_COLUMNS = 128, 16
+"""The tile in which the sums of programs are added: 2.6 us for 4,096 columns on an H200, 3.2 with 32 columns."""
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def rms_norm_kernel(
 @triton.jit
 def rms_norm_backward_kernel(
     dy_ptr, dsum_ptr, h_ptr, weight_ptr, inverse_rms_ptr, dh_ptr, dweight_ptr, rows, width,
-    ADD: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ADD: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """With n = h inverse_rms: dh = inverse_rms (weight dy - n mean(weight dy n)), plus `dsum` with ADD; dweight = sum of dy n."""
     program = tl.program_id(0)
@@ -61,35 +62,21 @@ def rms_norm_backward_kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
     step = tl.num_programs(0) * ROWS
-    if PREFETCH:
-        row = program * ROWS + tl.arange(0, ROWS)[:, None]
-        mask = (row < rows) & (column < width)
-        place = row.to(tl.int64) * width + column
-        next_inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
-        next_h, next_dy = tl.load(h_ptr + place, mask=mask, other=0.0), tl.load(dy_ptr + place, mask=mask, other=0.0)
-    for first in range(program * ROWS, rows, step):
+    row = program * ROWS + tl.arange(0, ROWS)[:, None]
+    next_inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
+    for first in tl.range(program * ROWS, rows, step, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)[:, None]
         mask = (row < rows) & (column < width)
         place = row.to(tl.int64) * width + column
-        if ADD:
-            dsum = tl.load(dsum_ptr + place, mask=mask, other=0.0)
-        if PREFETCH:
-            inverse_rms, h, dy = next_inverse_rms, next_h, next_dy.to(tl.float32)
-            next_row = row + step
-            next_mask = (next_row < rows) & (column < width)
-            place_ahead = next_row.to(tl.int64) * width + column
-            next_inverse_rms = tl.load(inverse_rms_ptr + next_row, mask=next_row < rows, other=0.0)
-            next_h = tl.load(h_ptr + place_ahead, mask=next_mask, other=0.0)
-            next_dy = tl.load(dy_ptr + place_ahead, mask=next_mask, other=0.0)
-        else:
-            inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
-            h = tl.load(h_ptr + place, mask=mask, other=0.0)
-            dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        inverse_rms = next_inverse_rms
+        next_inverse_rms = tl.load(inverse_rms_ptr + row + step, mask=row + step < rows, other=0.0)
+        h = tl.load(h_ptr + place, mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
         n = h.to(tl.float32) * inverse_rms
         dn = dy * weight
         dh = inverse_rms * (dn - n * (tl.sum(dn * n, axis=1, keep_dims=True) / width))
         if ADD:
-            dh += dsum.to(tl.float32)
+            dh += tl.load(dsum_ptr + place, mask=mask, other=0.0).to(tl.float32)
         tl.store(dh_ptr + place, dh.to(dh_ptr.dtype.element_ty), mask=mask)
         dweight += dy * n
     place = program.to(tl.int64) * width + column
@@ -134,32 +121,58 @@ def launch_rms_norm_backward(
     width = h.shape[-1]
     rows = h.numel() // width
     dh = h.new_empty(h.shape)
-    processors = _processors(h.device)
-    prefetch = width <= _WIDEST_PREFETCHED and h.itemsize == dy.itemsize == 2
-    tile_rows, tile_width, warps = _tile(width, _PREFETCHED_TILE if prefetch else _TILE)
-    while (
-        prefetch and tile_rows > 1 and triton.cdiv(rows, tile_rows) < processors
-    ):  # few rows: all multiprocessors work
-        tile_rows //= 2
-    programs = max(1, min(triton.cdiv(rows, tile_rows), processors * (1 if prefetch else _PROGRAMS_PER_SM)))
-    sums, dweight = h.new_empty(programs, width, dtype=torch.float32), weight.new_empty(width)
+    tile = backward_tile(width, rows, h.device, is_16_bit=h.itemsize == dy.itemsize == 2)
+    sums, dweight = h.new_empty(tile.programs, width, dtype=torch.float32), weight.new_empty(width)
     with on_device(h.device):
-        rms_norm_backward_kernel[(programs,)](
+        rms_norm_backward_kernel[(tile.programs,)](
             dy, dy if dsum is None else dsum, h, weight, inverse_rms, dh, sums, rows, width,
-            ADD=dsum is not None, PREFETCH=prefetch, ROWS=tile_rows, WIDTH=tile_width, num_warps=warps,
+            ADD=dsum is not None, STAGES=tile.stages, ROWS=tile.rows, WIDTH=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
         rms_norm_weight_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
-            sums, dweight, programs, width, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=4
+            sums, dweight, tile.programs, width, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=4
         )
     return dh, dweight
 
 
-def _tile(width: int, elements: int = _TILE) -> tuple[int, int, int]:
+class BackwardTile(NamedTuple):
+    """Rows and columns of a tile of backward, and how the tiles are worked through."""
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int
+    stages: int
+
+
+def backward_tile(width: int, rows: int, device: torch.device, *, is_16_bit: bool) -> BackwardTile:
+    """The tile for a tensor of so many rows."""
+    tile_rows, columns, warps = _tile(width)
+    processors, programs_per_sm = _processors(device), _PROGRAMS_PER_SM
+    is_pipelined = is_16_bit and width <= _widest_pipelined(device)
+    if is_pipelined:
+        programs_per_sm, warps = 2 if columns <= _TILE else 1, 8
+        while tile_rows > 1 and triton.cdiv(rows, tile_rows) < processors:  # few rows: all multiprocessors work
+            tile_rows //= 2
+    programs = max(1, min(triton.cdiv(rows, tile_rows), processors * programs_per_sm))
+    return BackwardTile(tile_rows, columns, warps, programs, _STAGES if is_pipelined else 1)
+
+
+def _tile(width: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps: short rows share a tile, and a longer row has more threads."""
     columns = triton.next_power_of_2(width)
-    return max(1, elements // columns), columns, min(32, max(8, columns // 512))
+    return max(1, _TILE // columns), columns, min(32, max(8, columns // 512))
 
 
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def _widest_pipelined(device: torch.device) -> int:
+    """The widest 16-bit row of which shared memory holds all stages of three tensors.
+
+    It has 227 KiB a multiprocessor on Hopper's GPUs and on Blackwell's large ones, and 99 on the smallest.
+    """
+    is_large = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return 8192 if is_large else 4096

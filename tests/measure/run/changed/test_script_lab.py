@@ -179,21 +179,15 @@ def test_rounds_measure_all_changes_beside_one_original(tmp_path: Path):
 def test_a_round_takes_as_many_changes_as_the_budget_has_room_for(tmp_path: Path):
     lab = FakeLab(tmp_path, steady, budget_minutes=5)
     lab.first()
-    lab._starts_s, lab._turns_s = [50.0], [30.0]  # the last comparison: 2 * 50 + 10 * 30 s, and 50 of a trial
-    lab._began_s += 450 + 210 - 300  # 210 s for two rounds: the original and two changes take 200, three 260
+    lab._starts_s, lab._turns_s = [50.0], [30.0]  # the last comparison: 2 * 50 + 10 * 30 s
+    lab._began_s += 400 + 210 - 300  # 210 s for two rounds: the original and two changes take 200, three 260
     lab.measure_in_rounds([{"workers": "2"}, {"pin_memory": "on"}, {"copies": "non_blocking"}])
     assert lab.started[1:4] == ["", "workers=2", "pin_memory=on"], "those that come first"
     count = len(lab.started)
     lab._began_s += 10_000  # time is found after all
     lab.trial({"copies": "non_blocking"}, 0)
     lab.compare({}, {"copies": "non_blocking"}, 0)
-    assert lab.started[count : count + 5] == [
-        "copies=non_blocking",
-        "",
-        "copies=non_blocking",
-        "copies=non_blocking",
-        "",
-    ], "with an original beside it"
+    assert lab.started[count:] == ["", *2 * ["copies=non_blocking"], ""], "with an original beside it"
     count = len(lab.started)
     assert lab.compare({}, {"pin_memory": "on"}, 0).n < 6
     assert len(lab.started) == count, "the originals of its rounds are over"
@@ -414,6 +408,38 @@ def test_what_fails_beside_others_may_run_alone(tmp_path: Path):
     assert lab.trial({"workers": "7"}, 0).failure_kind == ""
     assert lab.groups[:3] == [1, 2, 1]
     assert not any(record.failure for record in lab.store.finished())
+
+
+def test_what_fails_alone_stands_for_the_same_changes(tmp_path: Path):
+    lab = FakeLab(tmp_path, steady)
+    lab.first()
+    assert lab.trial({"gc": "off"}, 0).failure_kind == "crash"
+    assert lab.started == ["", *["", "gc=off", "gc=off", ""], "gc=off"], "two fail beside others, and one of them alone"
+    assert lab.compare({}, {"gc": "off"}, 0).reason == "gc=off failed: ValueError: no (exit code 1)"
+    assert len(lab.started) == 6
+
+
+def test_what_has_no_rounds_is_tried_in_the_first_pairs_of_its_comparison(tmp_path: Path):
+    both = {"workers": "2", "pin_memory": "on"}
+    lab = FakeLab(tmp_path, lambda text: 0.5 if text else 1.0, budget_minutes=5)
+    lab.first()
+    lab._starts_s, lab._turns_s, lab.reserved = [50.0], [10.0], 1  # the last comparison: 2 * 50 + 10 * 10 s
+    lab._began_s += 210 - 300
+    assert lab.trial(both, 0).step_s == 0.5, "what is reserved has the time of its trial"
+    assert lab.groups[1:] == [4]
+    assert lab.trial(both, 1).step_s == 0.5
+    assert lab.groups[1:] == [4]
+    lab.reserved = 0
+    assert lab.compare({}, both, 0).n == 6
+    assert lab.groups[1:] == [4, 8]
+    other = {"workers": "3", "pin_memory": "on"}
+    lab._have_room = lambda together: len(together) < 3
+    lab._began_s += 10_000
+    lab.trial(other, 0)
+    lab.trial(other, 1)
+    assert lab.groups[3:] == [2, 2]
+    lab._began_s -= 20_000
+    assert lab.trial({"workers": "4", "pin_memory": "on"}, 0) is None
 
 
 def two_that_help(folder: Path, most_s: float) -> FakeLab:

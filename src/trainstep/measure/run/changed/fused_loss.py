@@ -34,6 +34,7 @@ _OWN_SIZES = ("view", "reshape")
 _CASTS = ("float", "to")
 _ALIKE = ("flatten", "contiguous")
 """Methods that do with hidden states what they do with logits, as long as they leave the last dimension."""
+_MOST_LOGITS_BYTES = 2**30
 _USED_ELSEWHERE = "the compiled model uses its logits for more than its loss"
 
 
@@ -217,6 +218,7 @@ def _fuse(graph: Graph, loss: _Loss) -> list[_Late]:
             (hidden, weight, given["target"]),
             {
                 **{name: given[name] for name in ("ignore_index", "label_smoothing", "reduction")},
+                "chunk_tokens": _chunk_tokens(_value(weight).shape[0], _value(loss.head).element_size()),
                 # Gradients of fp16 logits that are made in forward lack the scaler's factor, and most of them are 0
                 "gradients_in_forward": _value(loss.head).dtype != torch.float16,
             },
@@ -228,6 +230,11 @@ def _fuse(graph: Graph, loss: _Loss) -> list[_Late]:
     for node in (loss.node, *reversed(loss.between), loss.head):
         graph.erase_node(node)
     return late
+
+
+def _chunk_tokens(vocabulary: int, element_bytes: int) -> int:
+    """More than our op has by default: the script had room for whole logits, and each chunk reads and writes the sum of dW."""
+    return max(256, _MOST_LOGITS_BYTES // (vocabulary * element_bytes) // 256 * 256)
 
 
 def _return_hidden(graph: Graph, loss: _Loss, hidden: Any) -> list[_Late]:

@@ -200,7 +200,7 @@ class ScriptLab(ScriptProcesses):
         best = sorted(left, key=lambda options: fmean(self._ratios(options) or [1.0]))
         while best:
             missing = [options for each in rounds for options, _ in self._lacking(best, each)]
-            together_s = self.trial_s({}) + self.comparison_s({}) if self._may_join(best) else 0.0
+            together_s = self.comparison_s({}) if self._may_join(best) else 0.0
             if not missing or not self._is_spent(self._expected_s(missing, shared=self.may_share) + together_s):
                 break
             best.pop()
@@ -208,7 +208,7 @@ class ScriptLab(ScriptProcesses):
 
     def _can_end_together(self, left: Sequence[Options]) -> bool:
         """Whether two of these may help, and there is time to compare them together."""
-        return self._may_join(left) and not self._is_spent(self.trial_s({}) + self.comparison_s({}))
+        return self._may_join(left) and not self._is_spent(self.comparison_s({}))
 
     def _may_join(self, left: Sequence[Options]) -> bool:
         """Whether two of these, not two values of one change, may help, so that they are compared together in the end."""
@@ -233,13 +233,9 @@ class ScriptLab(ScriptProcesses):
 
     def trial(self, options: Options, repeat: int) -> Trial | None:
         """Run one process, or take an earlier command's record of it. A change that found nothing to change counts as failed."""
-        in_rounds = self.changes(options) and self._is_in_rounds(self.start, options, 0)
-        apart = f"alone {repeat}" if self.changes(options) else f"trial {repeat}"  # not the names of a round's windows
-        role = self._in_round(options, repeat)[1] if in_rounds else (options, apart)
-        records = self._processes([role])
-        if records is None:
+        record = self._trial_record(options, repeat)
+        if record is None:
             return None
-        [record] = records
         if failure := record.failure:
             return Trial(failure_kind=failure.kind, phase=failure.phase, message=failure.message)
         if self.changes(options) and (why := record.fact("not_applied")):
@@ -255,6 +251,25 @@ class ScriptLab(ScriptProcesses):
         alike = [known for known in firsts if known.key == record.key and known is not record]
         others = tuple(losses for losses in map(_losses, alike) if losses and None not in losses)
         return Trial(losses=_losses(record), others=others, step_s=record.samples["step"].values[0])
+
+    def _trial_record(self, options: Options, repeat: int) -> Record | None:
+        """The record of a trial. What has no rounds is tried in the first pairs of its comparison with the original.
+
+        So these pairs, which start together where they have room, are the trial's start as well.
+        """
+        if not self.changes(options) or self._is_in_rounds(self.start, options, 0):
+            role = self._in_round(options, repeat)[1] if self.changes(options) else (options, f"trial {repeat}")
+            records = self._processes([role])
+            return None if records is None else records[0]
+        roles = self._roles(self.start, options, 0)[: 2 * _TRIED_PAIRS]
+        role = roles[1 + repeat]  # the second pair has the opposite order
+        if not self._have_room([each for each, _ in roles]):
+            roles = roles[2 * repeat :][:2]
+        left = [each for each, name in roles if self._name(each, name) not in self._known]
+        if left and self._is_spent(0.0 if self.reserved else self._expected_s(left)):  # what is reserved has their time
+            return None
+        records = self._processes(roles, counts=False)
+        return None if records is None else records[roles.index(role)]
 
     def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
         """Compare pairs of processes, or earlier commands' records of them. [Note: the order]"""

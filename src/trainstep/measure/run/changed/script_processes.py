@@ -194,9 +194,20 @@ class ScriptProcesses:
         return failed
 
     def _run_alone(self, roles: Sequence[Role], *, shared: bool) -> None:
-        """Run each process that failed beside others once more by itself, as the others may have been the cause."""
+        """Run each process that failed beside others once more by itself, as the others may have been the cause.
+
+        One that fails by itself too stands for all of the same changes.
+        """
+        broken: dict[str, Record] = {}
         for seat in self._seats(roles, shared=shared):
+            key, first = self.key_of(seat[0][0]), self._name(*seat[0])
+            if key in broken:
+                for role in seat:
+                    self._keep(broken[key], role, 0, _now(), 0.0)
+                continue
             self._run_together(seat, shared=shared)
+            if first in self._known and self._known[first].failure is not None:
+                broken[key] = self._known[first]
 
     def _seats(self, roles: Sequence[Role], *, shared: bool) -> list[list[Role]]:
         """The roles of each process."""
@@ -304,7 +315,8 @@ class ScriptProcesses:
             elif end.code is None:
                 yield place, f"did not end within {self._timeout_s:.0f} s", "timeout"
             else:
-                yield place, *((f"{end.said} (exit code {end.code})", "crash") if end.code else ("", ""))
+                kind = "oom" if "OutOfMemoryError" in end.said else "crash"
+                yield place, *((f"{end.said} (exit code {end.code})", kind) if end.code else ("", ""))
 
     def _words(self, changes: Mapping[str, str], out: Path, turn: int | None) -> list[str]:
         """The command of a process."""

@@ -14,6 +14,7 @@ process whose starter was killed ends at its turn instead of keeping its memory.
 
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
@@ -25,7 +26,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-_LAST_BYTES = 8192
+_LAST_BYTES = 65_536
+_OF_A_RANK = re.compile(r"^\[rank\d+\]: ?")
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 10.0
 """Seconds that torchrun gets to end its ranks, which have sessions of their own."""
@@ -72,7 +74,10 @@ def _signal(workers: Sequence[Any], number: signal.Signals) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a process ended. `code`: its exit code, None for one that the time limit ended. `said`: its last line of output."""
+    """How a process ended. `code`: its exit code, None for one that the time limit ended.
+
+    `said`: what its last traceback says was raised, else its last line of output.
+    """
 
     code: int | None
     said: str
@@ -172,7 +177,7 @@ class _Started:
         except subprocess.TimeoutExpired:
             self.give_up()
         self.kill()
-        return End(code=None if self._is_late else code, said=_last_line(self._output))
+        return End(code=None if self._is_late else code, said=_last_words(self._output))
 
     def kill(self) -> None:
         """Kill the process and what it left running."""
@@ -198,8 +203,11 @@ def _wait_until_ready(started: Sequence[_Started], timeout_s: float) -> None:
                 process.hear()
 
 
-def _last_line(output: Any) -> str:
-    """The last line that is not empty."""
+def _last_words(output: Any) -> str:
+    """What was raised, by the last traceback; without one the last line that is not empty."""
     output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
-    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it printed nothing")
+    lines = [_OF_A_RANK.sub("", line) for line in output.read().decode(errors="replace").splitlines()]
+    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    raised = (line for line in lines[begins[-1] + 1 :] if line[:1].strip()) if begins else iter(())
+    last = (line.strip() for line in reversed(lines) if line.strip())
+    return next(raised, None) or next(last, "it printed nothing")
