@@ -1,6 +1,6 @@
-"""A training script of a Llama of Transformers, as somebody writes it who chooses nothing: `trainstep run llama_script.py --steps 200`.
+"""A training script of a Llama of Transformers, by an author who chooses nothing: `trainstep run llama_script.py --steps 200`.
 
-230 million parameters, 16 sequences of 1,024 tokens, bf16 autocast, torch's AdamW, no torch.compile unless `--compile`.
+221 million parameters, 16 sequences of 1,024 tokens, bf16 autocast, torch's AdamW, and torch.compile only with `--compile`.
 results/h200/script_llama.jsonl and script_llama_proof.ndjson are `trainstep run` and `explain --prove` of it.
 """
 
