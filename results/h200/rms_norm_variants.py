@@ -7,7 +7,9 @@ the time of a launch in a graph of 20, over four sets of tensors in turn, so tha
 `sums` is the kernel that adds the weight's gradients, alone; `copy` and `neg` are torch's, of as many bytes as the pass
 reads and writes. Each design is first compared with fp64: y, dh and dweight may be off by twice the present kernel's
 error, 1 / rms by 1e-6. One that fails is told in a line and left out. A variant's name says which fields of `Design`
-are not as by default.
+are not as by default. The samples of 2026-11-28 have twelve slower designs more: rows read by TMA, sums of dweight whose
+launch overlaps the kernel before (`end=overlapped`), and sums within it behind a barrier of all programs
+(`end=barrier`, 87.7 % of a copy at most).
 """
 
 import argparse
@@ -25,7 +27,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainstep.ops.kernels import rms_norm as present
 
@@ -42,7 +43,6 @@ class Design:
     even: bool = False  # fewer programs, all with as many tiles
     ahead: bool = False  # the next tile is read into registers
     stages: int | None = None  # of Triton's pipelined loop
-    tma: bool = False  # a row a tile, by descriptors
     contiguous: bool = False  # a program's rows follow each other
     early: bool = False  # a tile's rows are added to one sum, not each to its own
     whole: bool = False  # columns have no mask
@@ -50,7 +50,6 @@ class Design:
     exact: bool = True  # 1 / rms is rounded correctly
     load: str = ""  # evict_first
     store: str = ""
-    end: str = "kernel"  # it sums dweight; "overlapped": its launch too; "barrier": all programs do, after the last one
     sum_rows: int = 128
     sum_columns: int = 32
     sum_warps: int = 4
@@ -68,9 +67,8 @@ FORWARD = [
     D(programs=2, ahead=True), D(programs=4, warps=4, ahead=True), D(programs=8, warps=4, ahead=True),
     D(tile=8192, programs=1, ahead=True), D(tile=8192, programs=2, ahead=True), D(programs=2, stages=2),
     D(programs=2, stages=3), D(programs=2, stages=4), D(programs=4, stages=3), D(tile=8192, programs=1, stages=4),
-    D(programs=2, stages=4, tma=True), D(programs=4, stages=3, tma=True), D(programs=4, warps=4, stages=4, tma=True),
 ]  # fmt: skip
-P = {"tile": 8192, "programs": 1, "ahead": True}  # the present one
+P = {"tile": 8192, "programs": 1, "ahead": True}  # what ran until 2026-11-28
 W = {"tile": 16384, "programs": 1, "warps": 16, "early": True}
 BACKWARD = [
     D(**P), D(**P, warps=4), D(**P, warps=16), D(programs=1, ahead=True), D(programs=2, ahead=True),
@@ -79,11 +77,7 @@ BACKWARD = [
     D(tile=8192, programs=1, stages=2), D(tile=8192, programs=1, stages=3),
     D(tile=8192, programs=1, stages=4, even=True),
     D(**P, even=True), D(**P, contiguous=True), D(**P, load="evict_first"), D(**P, **HINTS), D(**P, early=True),
-    D(**P, even=True, early=True, whole=True, **HINTS), D(**P, sum_rows=64), D(**P, end="overlapped"),
-    D(**P, even=True, end="overlapped"), D(**P, contiguous=True, early=True, end="overlapped"), D(**P, end="barrier"),
-    D(**P, even=True, early=True, end="barrier"), D(**P, contiguous=True, early=True, end="barrier"),
-    D(programs=1, stages=6, tma=True), D(programs=2, stages=4, tma=True),
-    D(programs=1, stages=6, tma=True, even=True, end="overlapped"),
+    D(**P, even=True, early=True, whole=True, **HINTS), D(**P, sum_rows=64),
 ]  # fmt: skip
 SUMS = [
     D(), D(sum_rows=64), D(sum_rows=32, sum_columns=64), D(sum_columns=16), D(sum_columns=8), D(sum_warps=8),
@@ -136,70 +130,21 @@ def forward(
 
 
 @triton.jit
-def forward_tma(
-    x_rows, weight_ptr, y_rows, inverse_rms_ptr, rows, width, eps,
-    WIDTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A row is a block of WIDTH / 64 lines of the descriptor, 64 elements each, which follow each other in memory."""
-    LINES: tl.constexpr = WIDTH // 64
-    column = tl.arange(0, LINES)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    weight = tl.load(weight_ptr + column).to(tl.float32)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        h = x_rows.load([row * LINES, 0]).to(tl.float32)
-        inverse_rms = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(h * h) / width + eps))
-        tl.store(inverse_rms_ptr + row, inverse_rms)
-        y_rows.store([row * LINES, 0], (h * inverse_rms * weight).to(y_rows.dtype))
-
-
-@triton.jit
-def add_rows(table_ptr, dweight_ptr, rows, width, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = first_column + tl.arange(0, COLUMNS)[None, :]
+def weight_sum(table_ptr, dweight_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, rows, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
-        mask = (row < rows) & (column < width)
-        total += tl.load(table_ptr + row * width + column, mask=mask, other=0.0, cache_modifier=".cg")
+        total += tl.load(table_ptr + row * width + column, mask=(row < rows) & (column < width), other=0.0)
     dweight = tl.sum(total, axis=0, keep_dims=True)
     tl.store(dweight_ptr + column, dweight.to(dweight_ptr.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
-def weight_sum(
-    table_ptr, dweight_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr
-):  # fmt: skip
-    if END == "overlapped":
-        tl.extra.cuda.gdc_wait()  # for the whole kernel before
-    add_rows(table_ptr, dweight_ptr, rows, width, tl.program_id(0) * COLUMNS, ROWS, COLUMNS)
-
-
-@triton.jit
-def finish(
-    table_ptr, place, sums, mask, dweight_ptr, counter_ptr, width,
-    END: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A program's sums into its row of the table; with a barrier also its share of the sums over the table."""
-    if END == "overlapped":
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.store(table_ptr + place, sums, mask=mask)
-    if END == "barrier":
-        programs = tl.num_programs(0)
-        tl.debug_barrier()
-        target = (tl.atomic_add(counter_ptr, 1, sem="acq_rel") // programs + 1) * programs
-        seen = tl.atomic_add(counter_ptr, 0, sem="acquire")
-        looks = 0
-        while (seen < target) & (looks < 1_000_000):  # a wrong result rather than a GPU that hangs
-            seen = tl.atomic_add(counter_ptr, 0, sem="acquire")
-            looks += 1
-        for first_column in range(tl.program_id(0) * SUM_COLUMNS, width, programs * SUM_COLUMNS):
-            add_rows(table_ptr, dweight_ptr, programs, width, first_column, SUM_ROWS, SUM_COLUMNS)
-
-
-@triton.jit
 def backward(
-    dy_ptr, h_ptr, weight_ptr, inverse_rms_ptr, dh_ptr, table_ptr, dweight_ptr, counter_ptr, rows, width,
+    dy_ptr, h_ptr, weight_ptr, inverse_rms_ptr, dh_ptr, table_ptr, rows, width,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, CONTIGUOUS: tl.constexpr,
     EARLY: tl.constexpr, WHOLE: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr,
-    END: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)[None, :]
@@ -231,32 +176,7 @@ def backward(
         write(dh_ptr, row, column, end, width, dh, WHOLE, STORE)
         dweight += tl.sum(dy * n, axis=0, keep_dims=True) if EARLY else dy * n
     sums = dweight if EARLY else tl.sum(dweight, axis=0, keep_dims=True)
-    place = program.to(tl.int64) * width + column
-    finish(table_ptr, place, sums, column < width, dweight_ptr, counter_ptr, width, END, SUM_ROWS, SUM_COLUMNS)
-
-
-@triton.jit
-def backward_tma(
-    dy_rows, h_rows, weight_ptr, inverse_rms_ptr, dh_rows, table_ptr, dweight_ptr, counter_ptr, rows, width,
-    WIDTH: tl.constexpr, STAGES: tl.constexpr,
-    END: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    LINES: tl.constexpr = WIDTH // 64
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    column = tl.arange(0, LINES)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    weight = tl.load(weight_ptr + column).to(tl.float32)
-    dweight = tl.zeros([LINES, 64], tl.float32)
-    next_inverse_rms = tl.load(inverse_rms_ptr + program)
-    for row in tl.range(program, rows, programs, num_stages=STAGES):
-        inverse_rms = next_inverse_rms
-        next_inverse_rms = tl.load(inverse_rms_ptr + row + programs, mask=row + programs < rows, other=0.0)
-        n = h_rows.load([row * LINES, 0]).to(tl.float32) * inverse_rms
-        dy = dy_rows.load([row * LINES, 0]).to(tl.float32)
-        dn = dy * weight
-        dh_rows.store([row * LINES, 0], (inverse_rms * (dn - n * (tl.sum(dn * n) / width))).to(dh_rows.dtype))
-        dweight += dy * n
-    place = program.to(tl.int64) * width + column
-    finish(table_ptr, place, dweight, column < width, dweight_ptr, counter_ptr, width, END, SUM_ROWS, SUM_COLUMNS)
+    tl.store(table_ptr + program.to(tl.int64) * width + column, sums, mask=column < width)
 
 
 class Launch:
@@ -266,10 +186,6 @@ class Launch:
         self.kernel, self.grid, self.arguments = kernel, (programs,), arguments
         self.options = {name: value for name, value in constants.items() if name in kernel.arg_names}
         self.options["num_warps"] = warps
-        if constants.get("END") == "barrier":
-            self.options["launch_cooperative_grid"] = True  # refused unless all programs run at once
-        if constants.get("END") == "overlapped" and kernel is weight_sum:
-            self.options["launch_pdl"] = True
 
     def compile(self) -> None:
         self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
@@ -327,10 +243,7 @@ class Operands:
             programs = triton.cdiv(self.rows, rows)
             return [Launch(present.rms_norm_kernel, programs, warps, arguments, ADD=False, ROWS=rows, WIDTH=width)]
         programs, warps, constants = self.constants(design)
-        if design.tma:
-            x, y = self.lines(x), self.lines(y)
-        kernel = forward_tma if design.tma else forward
-        return [Launch(kernel, programs, warps, (x, self.weight, y, *rest), **constants)]
+        return [Launch(forward, programs, warps, (x, self.weight, y, *rest), **constants)]
 
     def backward(self, design: Design | None, index: int) -> list[Launch]:
         dy, h, dh, inverse_rms = self.dy[index], self.x[index], self.out[index], self.inverse_rms[index]
@@ -341,13 +254,9 @@ class Operands:
             first = Launch(present.rms_norm_backward_kernel, tile.programs, tile.warps, arguments, **constants)
             return [first, self.add_table(None, self.table, tile.programs)]
         programs, warps, constants = self.constants(design)
-        counter = torch.zeros(1, dtype=torch.int32, device=self.table.device)
-        rest = (self.table, self.dweight, counter, self.rows, self.width)
-        if design.tma:
-            dy, h, dh = self.lines(dy), self.lines(h), self.lines(dh)
-        kernel = backward_tma if design.tma else backward
-        first = Launch(kernel, programs, warps, (dy, h, self.weight, inverse_rms, dh, *rest), **constants)
-        return [first] if design.end == "barrier" else [first, self.add_table(design, self.table, programs)]
+        arguments = (dy, h, self.weight, inverse_rms, dh, self.table, self.rows, self.width)
+        first = Launch(backward, programs, warps, arguments, **constants)
+        return [first, self.add_table(design, self.table, programs)]
 
     def add_table(self, design: Design | None, table: Tensor, rows: int) -> Launch:
         arguments = (table, self.dweight, rows, self.width)
@@ -355,12 +264,12 @@ class Operands:
             constants = {"ROWS": present._SUMMED_ROWS, "COLUMNS": present._SUMMED_COLUMNS}
             programs = triton.cdiv(self.width, present._SUMMED_COLUMNS)
             return Launch(present.rms_norm_weight_kernel, programs, 4, arguments, **constants)
-        constants = {"ROWS": design.sum_rows, "COLUMNS": design.sum_columns, "END": design.end}
+        constants = {"ROWS": design.sum_rows, "COLUMNS": design.sum_columns}
         return Launch(weight_sum, triton.cdiv(self.width, design.sum_columns), design.sum_warps, arguments, **constants)
 
     def constants(self, design: Design) -> tuple[int, int, dict[str, Any]]:
         """Programs, warps, and the constants of a kernel."""
-        rows = 1 if design.tma else max(1, design.tile // self.width)
+        rows = max(1, design.tile // self.width)
         warps = min(32, max(1, design.warps * rows * self.width // design.tile))
         tiles = triton.cdiv(self.rows, rows)
         programs = min(tiles, int(design.programs * self.processors) or tiles)
@@ -368,9 +277,6 @@ class Operands:
             programs = triton.cdiv(tiles, triton.cdiv(tiles, programs))
         fields = {name.upper(): value for name, value in dataclasses.asdict(design).items()}
         return programs, warps, fields | {"ROWS": rows, "WIDTH": self.width, "LOOP": design.programs > 0}
-
-    def lines(self, tensor: Tensor) -> Any:
-        return TensorDescriptor.from_tensor(tensor.view(-1, 64), [self.width // 64, 64])
 
 
 def check(operands: Operands, sets: dict[Key, list[list[Launch]]]) -> None:
