@@ -163,6 +163,35 @@ def test_returned_logits_come_when_they_are_used(loss: Forward):
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mistral", "Qwen3"])
+def test_a_compiled_model_of_transformers_has_our_loss_and_late_logits(name: str):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+    }
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    tokens, applied = torch.randint(0, VOCABULARY, (2, 9)), notes()
+    plain = model(input_ids=tokens, labels=tokens)
+    expected = torch.autograd.grad(plain.loss, [*model.parameters()])
+    with_our_loss(applied)
+    model.compile()
+    fused = model(input_ids=tokens, labels=tokens)
+    assert applied.counts["ops"] == 1
+    assert isinstance(fused.logits, LateLogits)
+    torch.testing.assert_close(fused.loss, plain.loss)
+    for ours, theirs in zip(torch.autograd.grad(fused.loss, [*model.parameters()]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(fused.logits + 0.0, plain.logits)
+
+
 def with_a_bias(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, model.head.weight, model.class_weights).flatten(0, 1), tokens.flatten())
 
