@@ -384,6 +384,12 @@ def test_a_larger_batch_leaves_little_of_what_is_saved_once_a_step():
     assert lab.run(LOOP, graphs).chosen == {**START, "adamw": "loop", "compile": "reduce_overhead"}
     module = Candidate(fields={"compile": "module"})
     lab.speeds["module"] = 0.975
+    refusing = Lab({32: 0.9, "module": 0.6, "loop": 0.97})
+    refusing.refused = (32, "module")  # type: ignore[assignment]
+    chosen = refusing.run(replace(BATCH, fields={"batch_size": 32}), LOOP, module).chosen
+    assert chosen == {**START, "compile": "module", "adamw": "loop"}, (
+        "the batch that would leave little is not among them"
+    )
     assert "compile" in lab.run(replace(BATCH, fields={"batch_size": 32}), module).chosen, "it saves for each token"
 
 

@@ -196,7 +196,9 @@ class _Prover(Trials):
             self._measure_again(said)
         except BudgetSpent:
             proof.untried.append(
-                TOGETHER if proof.together is None else f"{proof.unconfirmed[0].candidate.name}, {AGAIN}"
+                TOGETHER
+                if proof.together is None or proof.together.step.comparison is None
+                else f"{proof.unconfirmed[0].candidate.name}, {AGAIN}"
             )
         return proof
 
@@ -270,21 +272,34 @@ class _Prover(Trials):
         If they do not run together, or not with the same losses, half of them are tried, the faster ones.
         """
         proof = self.proof
-        joined, left_out = self._joined()
-        while joined:
+        whole, refused = self._joined()
+        failed: list[tuple[str, str]] = []
+        while whole:
+            joined, too_little = self._worth_joining(whole)
             fields = {name: value for tried in joined for name, value in tried.candidate.fields.items()}
             candidate = Candidate(fields=fields, gain=self._predict(fields))
             if fields == dict(proof.may_join[0].candidate.fields):
                 candidate = proof.may_join[0].candidate
             said(self._count, self._count, candidate)
             proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))
-            proof.left_out = left_out
+            proof.left_out = [*refused, *too_little, *failed]
             if proof.together.step.comparison is not None or len(joined) == 1:
                 return
             kept = (len(joined) + 1) // 2
-            failed = f"{name_of(fields)}, together: {proof.together.step.word}: {proof.together.step.reason}"
-            left_out = [*left_out, *((tried.candidate.name, failed) for tried in joined[kept:])]
-            joined = joined[:kept]
+            why = f"{name_of(fields)}, together: {proof.together.step.word}: {proof.together.step.reason}"
+            failed += [(tried.candidate.name, why) for tried in joined[kept:]]
+            whole = [tried for tried in whole if tried not in joined[kept:]]
+
+    def _worth_joining(self, whole: Sequence[Tried]) -> tuple[list[Tried], list[tuple[str, str]]]:
+        """Those of which a larger batch among them leaves enough, and the others with the reason."""
+        sizes = (tried.candidate.fields[_BATCH] for tried in whole if _BATCH in tried.candidate.fields)
+        size = next(sizes, None)
+        if size is None:
+            return list(whole), []
+        work = size / self.proof.start[_BATCH]
+        little = [tried for tried in whole if _saves_once(tried) and (1 - ratio_of(tried.step)) / work < _LEAST_LEFT]
+        why = f"it saves time once a step, of which {_BATCH} {size} leaves less than {100 * _LEAST_LEFT:g} %"
+        return [tried for tried in whole if tried not in little], [(tried.candidate.name, why) for tried in little]
 
     def _joined(self) -> tuple[list[Tried], list[tuple[str, str]]]:
         """The changes to measure together, the fastest first; and those that are left out, with the reason."""
@@ -293,8 +308,6 @@ class _Prover(Trials):
         fields: dict[str, Any] = {}
         whose: dict[str, Tried] = {}
         left_out: list[tuple[str, str]] = []
-        sizes = (tried.candidate.fields[_BATCH] for tried in self.proof.may_join if _BATCH in tried.candidate.fields)
-        size = next(sizes, None)
         for tried in self.proof.may_join:
             more = dict(tried.candidate.fields)
             rivals = [name for name in more if fields.get(name, more[name]) != more[name]]
@@ -304,9 +317,6 @@ class _Prover(Trials):
                 is_sure = whose[rivals[0]].step.kept and tried.step.kept
                 verb = "is" if is_sure else "seems"
                 left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} {verb} faster"))
-            elif size is not None and _left_by(more, ratio_of(tried.step), size / start[_BATCH]) < _LEAST_LEFT:
-                why = f"it saves time once a step, of which {_BATCH} {size} leaves less than {100 * _LEAST_LEFT:g} %"
-                left_out.append((tried.candidate.name, why))
             elif why := self.refusal({**start, **fields, **more}):
                 left_out.append((tried.candidate.name, f"together with {name_of(fields)} it is refused: {why}"))
             else:
@@ -328,7 +338,7 @@ class _Prover(Trials):
                 return
 
 
-def _left_by(fields: Mapping[str, Any], ratio: float, work: float) -> float:
-    """The share of the time per token that a change saves in a batch `work` times as large, if `ratio` is what it took before."""
-    is_once = all(name in _ONCE_A_STEP or _LAUNCHES.get(name) == value for name, value in fields.items())
-    return (1 - ratio) / work if is_once else 1 - ratio
+def _saves_once(tried: Tried) -> bool:
+    """Whether a change saves the same time in a step of any batch size."""
+    fields = tried.candidate.fields.items()
+    return all(name in _ONCE_A_STEP or _LAUNCHES.get(name) == value for name, value in fields)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from trainstep.measure.run.changed import fused_loss
 from trainstep.measure.run.changed.applied import Applied
 from trainstep.measure.run.changed.fused_loss import count_losses, with_our_loss
-from trainstep.measure.run.changed.late_logits import LateLogits
+from trainstep.measure.run.changed.late_logits import LateLogits, late_logits
 from trainstep.ops import operators
 
 WIDTH, VOCABULARY = 16, 40
@@ -64,7 +64,7 @@ def summed_and_smoothed(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
 
 
 def by_a_function(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
-    logits = F.linear(hidden.flatten(0, 1), model.head.weight).to(torch.float32)
+    logits = F.linear(weight=model.head.weight, input=hidden.flatten(0, 1)).to(torch.float32)
     return F.cross_entropy(logits, tokens.flatten())
 
 
@@ -233,6 +233,46 @@ def rounded_to_bf16(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model.head(hidden).to(torch.bfloat16).flatten(0, 1), tokens.flatten())
 
 
+def of_an_item_of_a_tuple(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
+    logits = model.head(hidden.flatten(0, 1)).chunk(3)[0]
+    return F.cross_entropy(logits, tokens.flatten()[:7])
+
+
+def under_another_autocast(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model.head(hidden)
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def without_a_gradient_of_the_head(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = model.head(hidden)
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def of_hidden_states_that_are_written_over(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
+    hidden = hidden.detach().clone()
+    logits = model.head(hidden).detach()
+    hidden.zero_()
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def returned_before_hidden_states_are_written_over(model: Model, hidden: Tensor, tokens: Tensor) -> Any:
+    hidden = hidden.detach().clone()
+    logits = F.linear(hidden, model.head.weight.detach())
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    hidden += 1
+    return logits, loss
+
+
+def of_another_dtype_by_view(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(hidden).view(torch.float32).flatten(0, 1), tokens.flatten())
+
+
+def of_one_logit(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, model.head.weight[0]), tokens[:, 0].clamp(max=6))
+
+
 def of_rows_that_only_look_whole(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model.head(hidden).view(VOCABULARY, -1)[:, :21].T.contiguous(), tokens.flatten())
 
@@ -242,6 +282,8 @@ def of_rows_that_only_look_whole(model: Model, hidden: Tensor, tokens: Tensor) -
     [
         with_a_bias, with_class_weights, of_each_token, of_probabilities, of_scaled_logits, of_part_of_the_vocabulary,
         of_tokens_in_another_order, of_chosen_tokens, with_classes_in_the_middle, rounded_to_bf16, of_rows_that_only_look_whole,
+        of_an_item_of_a_tuple, under_another_autocast, without_a_gradient_of_the_head, of_hidden_states_that_are_written_over,
+        returned_before_hidden_states_are_written_over, of_another_dtype_by_view, of_one_logit,
     ],
 )  # fmt: skip
 def test_another_loss_stays(loss: Forward):
@@ -281,6 +323,15 @@ def test_without_a_kernel_the_loss_stays(monkeypatch: pytest.MonkeyPatch):
     assert applied.counts["ops"] == 0
 
 
+def test_a_graph_that_nobody_foresaw_stays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused_loss, "_loss_of", lambda _: 1 / 0)
+    model, applied = Model(by_hand), notes()
+    with_our_loss(applied)
+    model.compile()
+    assert model(torch.randint(0, VOCABULARY, (3, 7))).dim() == 0
+    assert applied.counts["ops"] == 0
+
+
 def test_counting_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused_loss, "_fuse", lambda *_: pytest.fail("it is only counted"))
     counted = count_losses()
@@ -293,7 +344,7 @@ def test_counting_changes_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 def late(hidden: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> LateLogits:
-    return LateLogits(hidden, weight, matmul_dtype=torch.float32, dtype=dtype)
+    return late_logits(hidden, weight, matmul_dtype=torch.float32, dtype=dtype)
 
 
 def test_late_logits_say_their_shape_without_being_made(monkeypatch: pytest.MonkeyPatch):
@@ -322,6 +373,81 @@ def test_late_logits_of_weights_that_have_changed_say_so():
     torch.testing.assert_close(used.softmax(-1), before)
     with pytest.raises(RuntimeError, match="use them before the optimizer's step, or run without ops=trainstep"):
         logits.softmax(-1)
+
+
+class Doubled(torch.autograd.Function):
+    """Gets past __torch_function__, as losses and wrappers of others do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@pytest.mark.parametrize(
+    "use", [Doubled.apply, lambda logits: 2 * logits, lambda logits: 2 * logits.float(), torch.nn.Module.__call__]
+)
+def test_whoever_uses_late_logits_has_their_gradient(use: Any):
+    use = nn.LogSoftmax(-1) if use is torch.nn.Module.__call__ else use
+    hidden, weight = torch.randn(3, WIDTH, requires_grad=True), nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+    factors = torch.randn(3, VOCABULARY)
+    (use(late(hidden, weight)) * factors).sum().backward()
+    gradients = hidden.grad, weight.grad
+    (
+        use(F.linear(again := hidden.detach().requires_grad_(), other := weight.detach().requires_grad_())) * factors
+    ).sum().backward()
+    torch.testing.assert_close(gradients, (again.grad, other.grad))
+
+
+def test_late_logits_of_an_evaluation_have_no_graph():
+    weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            logits = late(torch.randn(2, WIDTH), weight)
+        assert not logits.requires_grad
+        assert logits.numpy().shape == (2, VOCABULARY)
+        assert logits.argmax(-1).shape == (2,)
+
+
+def test_late_logits_that_were_used_stay_what_they_were():
+    hidden, weight = torch.randn(2, WIDTH, requires_grad=True), nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+    logits = late(hidden, weight)
+    with torch.no_grad():
+        best = logits.argmax(-1)
+        weight.add_(1)
+    assert torch.equal(logits.detach().argmax(-1), best), (
+        "an accuracy, and the same for a log behind the optimizer's step"
+    )
+
+
+def test_what_is_written_into_late_logits_stays():
+    hidden, weight = torch.randn(2, WIDTH, requires_grad=True), nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+    logits = late(hidden, weight)
+    logits[..., 5:] = -100.0
+    logits.logsumexp(-1).sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad[5:].any()
+    assert weight.grad[:5].any()
+    logits = late(hidden, weight)
+    with torch.no_grad():
+        logits[..., 5:] = -100.0
+    assert (logits.softmax(-1)[..., 5:] == 0).all()
+
+
+def test_late_logits_that_are_cast_and_looked_at_are_not_made(monkeypatch: pytest.MonkeyPatch):
+    logits = late(torch.randn(2, WIDTH, requires_grad=True), torch.randn(VOCABULARY, WIDTH), torch.bfloat16)
+    monkeypatch.setattr(F, "linear", lambda *_: pytest.fail("nobody used them"))
+    cast = logits.float()  # as accelerate does with all results of a model
+    assert (cast.dtype, cast.shape, cast.requires_grad, logits.detach().requires_grad) == (
+        torch.float32,
+        (2, VOCABULARY),
+        True,
+        False,
+    )
+    assert isinstance(cast, LateLogits)
 
 
 def test_late_logits_ignore_autocast_and_work_in_inference_mode():

@@ -10,9 +10,10 @@ from run_records import a_run
 from trainstep.config.script import text_of_changes
 from trainstep.measure.run.changed.script_command import command_of
 from trainstep.measure.run.changed.script_lab import ScriptLab
+from trainstep.measure.run.changed.script_processes import failure_of
 from trainstep.plan.trials import Options
 from trainstep.records.facts import Fact
-from trainstep.records.record import Record
+from trainstep.records.record import Failure, Record
 from trainstep.records.store import Store
 
 STEPS = 10
@@ -408,6 +409,19 @@ def test_what_fails_beside_others_may_run_alone(tmp_path: Path):
     assert lab.trial({"workers": "7"}, 0).failure_kind == ""
     assert lab.groups[:3] == [1, 2, 1]
     assert not any(record.failure for record in lab.store.finished())
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "expected"),
+    [
+        (1, "torch.OutOfMemoryError: no room", ("torch.OutOfMemoryError: no room (exit code 1)", "out_of_memory")),
+        (3, "enough", ("enough (exit code 3)", "crash")),
+        (-11, "step 7", ("ended by SIGSEGV; its last words: step 7", "crash")),
+    ],
+)
+def test_an_end_has_a_kind_of_failure_that_records_know(code: int, said: str, expected: tuple[str, str]):
+    assert failure_of(code, said) == expected
+    assert Failure(kind=expected[1], phase="step", message=expected[0])
 
 
 def test_what_fails_alone_stands_for_the_same_changes(tmp_path: Path):

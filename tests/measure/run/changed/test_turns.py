@@ -91,6 +91,56 @@ def test_one_alone_has_no_turn(tmp_path: Path):
     assert run(tmp_path, WAITING) == [(0, End(code=0, said="0"))]
 
 
+WORKER = """RuntimeError: Caught FileNotFoundError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "x.py", line 1, in f
+FileNotFoundError: [Errno 2] no such file: 'data/a.bin'
+"""
+TORCHRUN = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "x.py", line 1, in <module>
+[rank1]: torch.OutOfMemoryError: no room
+E1128 failed (exitcode: 1)
+Traceback (most recent call last):
+  File "torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+====
+x.py FAILED
+"""
+
+
+WRITES = "import sys\nsys.stderr.write({0!r})\nsys.exit(1)"
+CHAINED = "try:\n    1 / 0\nexcept Exception as e:\n    raise KeyError('a') from e"
+LONG = "class Long(Exception): pass\nraise Long('backend raised:\\nOutOfMemoryError: no room\\nhint')"
+CAUGHT = """import sys, traceback
+try:
+    1 / 0
+except Exception:
+    traceback.print_exc()
+print("no data in data/")
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('step 1'); raise ValueError('no data')", "ValueError: no data"),
+        (CHAINED, "KeyError: 'a'"),
+        (LONG, "Long: backend raised: OutOfMemoryError: no room"),
+        (
+            WRITES.format(f"Traceback (most recent call last):\n  x\n{WORKER}"),
+            "FileNotFoundError: [Errno 2] no such file: 'data/a.bin'",
+        ),
+        (WRITES.format(TORCHRUN), "torch.OutOfMemoryError: no room"),
+        (CAUGHT, "no data in data/"),
+    ],
+    ids=["raised", "chained", "message of several lines", "in a loader's worker", "under torchrun", "caught"],
+)
+def test_an_end_says_what_was_raised(tmp_path: Path, text: str, said: str):
+    ((place, end),) = run(tmp_path, text)
+    assert (place, end.said.replace("__main__.", "")) == (0, said)
+
+
 def test_what_ends_early_or_never_gets_ready_does_not_stop_the_others(tmp_path: Path):
     texts = ["raise SystemExit(3)", "import time; print('slow', flush=True); time.sleep(600)", WAITING]
     first, second, third = run(tmp_path, *texts, timeout_s=5)

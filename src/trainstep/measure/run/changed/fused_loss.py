@@ -16,15 +16,17 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from trainstep.measure.run.changed.attention import Notes
-from trainstep.measure.run.changed.late_logits import LateLogits
+from trainstep.measure.run.changed.late_logits import late_logits
 from trainstep.ops.linear_cross_entropy import linear_cross_entropy
 from trainstep.ops.operators import has_kernel
 
@@ -34,6 +36,11 @@ _OWN_SIZES = ("view", "reshape")
 _CASTS = ("float", "to")
 _ALIKE = ("flatten", "contiguous")
 """Methods that do with hidden states what they do with logits, as long as they leave the last dimension."""
+_MODES = ("_set_grad_enabled", "set_grad_enabled", "inference_mode", "_enter_inference_mode", "_exit_inference_mode")
+_WRITES = (
+    operator.setitem,
+    *(getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior")),
+)
 _MOST_LOGITS_BYTES = 2**30
 _USED_ELSEWHERE = "the compiled model uses its logits for more than its loss"
 
@@ -59,9 +66,21 @@ class _Loss(NamedTuple):
         if returned is not None:
             uses = [use for use in uses if use.op != "output"]
             others = [node for node in (self.head, *self.between) if node is not returned]
-            if _weight(self).op != "placeholder" or any(_outputs(node.graph) in node.users for node in others):
+            if _operands(self.head)[1].op != "placeholder" or any(
+                _outputs(node.graph) in node.users for node in others
+            ):
                 return True
         return uses != [self.node]
+
+    @property
+    def changes_between(self) -> bool:
+        """Whether something between the head and the last use of its logits may change what the head reads, or how it computes.
+
+        Our op runs where the loss was, and late logits even later: a write in place there, or another mode, would be another loss.
+        """
+        nodes = [*self.head.graph.nodes]
+        end = len(nodes) if self.returned else nodes.index(self.node)
+        return any(map(_changes, nodes[nodes.index(self.head) + 1 : end]))
 
 
 class _Late(NamedTuple):
@@ -109,7 +128,9 @@ def _before_inductor(see: Callable[[GraphModule], Sequence[_Late]]) -> None:
 
     @functools.wraps(compile_graph)
     def call(self: Any, graph_module: Any, *arguments: Any, **options: Any) -> Any:
-        late = see(graph_module) if isinstance(graph_module, GraphModule) else ()
+        late: Sequence[_Late] = ()
+        with suppress(Exception):  # the script goes on with its own loss, whatever its graph has
+            late = see(graph_module) if isinstance(graph_module, GraphModule) else ()
         compiled = compile_graph(self, graph_module, *arguments, **options)
         return functools.partial(_called, compiled, late) if late else compiled
 
@@ -120,7 +141,7 @@ def _called(compiled: Callable[..., Any], late: Sequence[_Late], *inputs: Any) -
     """The graph's results, with late logits where the compiled graph returns hidden states in their place."""
     results = [*compiled(*inputs)]
     for each in late:
-        results[each.place] = LateLogits(
+        results[each.place] = late_logits(
             results[each.place], inputs[each.weight], matmul_dtype=each.matmul_dtype, dtype=each.dtype
         )
     return results
@@ -143,7 +164,7 @@ def _loss_of(node: Node) -> _Loss | None:
     if given["reduction"] not in ("mean", "sum") or not (isinstance(logits, Node) and isinstance(targets, Node)):
         return None
     values = _value(logits), _value(targets)
-    if any(value is None for value in values) or (values[0].dim(), values[1].dim()) != (2, 1):
+    if not all(isinstance(value, Tensor) for value in values) or [value.dim() for value in values] != [2, 1]:
         return None
     if values[1].dtype != torch.int64:
         return None
@@ -154,7 +175,17 @@ def _loss_of(node: Node) -> _Loss | None:
             return None
         between.insert(0, at)
         at = at.args[0]  # type: ignore[assignment]
-    return _Loss(node, at, between)
+    loss = _Loss(node, at, between)
+    return None if loss.changes_between else loss
+
+
+def _changes(node: Node) -> bool:
+    """Whether a node writes in place, or turns autocast or gradients on or off."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    is_mode = name in _MODES or "autocast" in name
+    in_place = name.endswith("_") and not name.endswith("__")
+    writes = in_place or node.target in _WRITES or "out" in node.kwargs
+    return node.op.startswith("call") and (is_mode or writes)
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -165,18 +196,28 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 def _is_head(node: Node) -> bool:
     """Whether the node is a matmul with a weight and nothing else, of tensors that our op has a kernel for."""
-    if node.op != "call_function" or node.target is not F.linear or len(node.args) + len(node.kwargs) < 2:
+    if node.op != "call_function" or node.target is not F.linear:
         return False
-    hidden, weight, bias = (*node.args, *node.kwargs.values(), None)[:3]
+    hidden, weight, bias = _operands(node)
     values = [_value(each) for each in (hidden, weight, node)]
-    return bias is None and all(value is not None for value in values) and has_kernel(*values)
+    if bias is not None or not all(isinstance(value, Tensor) for value in values):
+        return False
+    return values[1].dim() == 2 and values[0].dim() > 1 and has_kernel(*values)
+
+
+def _operands(head: Node) -> tuple[Any, Any, Any]:
+    """hidden, weight and bias of a linear, which has no signature that could be asked."""
+    given = dict(zip(("input", "weight", "bias"), head.args, strict=False)) | head.kwargs
+    return given.get("input"), given.get("weight"), given.get("bias")
 
 
 def _keeps_rows(node: Node) -> bool:
     """Whether the node's result has rows of logits, as they were, in the same order."""
     source = node.args[0] if node.args else None
     value, given = _value(node), _value(source)
-    if value is None or given is None or node.kwargs or value.dim() < 2 or value.shape[-1] != given.shape[-1]:
+    if not (isinstance(value, Tensor) and isinstance(given, Tensor)) or node.kwargs:
+        return False
+    if value.dim() < 2 or value.shape[-1] != given.shape[-1]:
         return False
     if node.op == "call_function":
         return node.target is operator.getitem and _keeps_last(node.args[1], given.dim())
@@ -184,7 +225,15 @@ def _keeps_rows(node: Node) -> bool:
         return False
     if node.target == "to":
         return node.args[1:] == (torch.float32,)
-    return node.target == "float" or node.target in _OWN_SIZES or node.target in _ALIKE
+    if node.target in _OWN_SIZES:
+        return all(isinstance(size, int | Node) for size in _sizes(node))
+    return node.target == "float" or node.target in _ALIKE
+
+
+def _sizes(node: Node) -> Sequence[Any]:
+    """The sizes that a view or reshape is given, one by one or as one sequence."""
+    first = node.args[1]
+    return first if isinstance(first, tuple | list) else node.args[1:]
 
 
 def _keeps_last(index: Any, dimensions: int) -> bool:
@@ -196,10 +245,6 @@ def _keeps_last(index: Any, dimensions: int) -> bool:
     return not reaches_last or parts[-1] == slice(None)
 
 
-def _weight(loss: _Loss) -> Any:
-    return (*loss.head.args, *loss.head.kwargs.values())[1]
-
-
 def _outputs(graph: Graph) -> Node:
     output: Node = next(iter(reversed(graph.nodes)))
     return output
@@ -208,7 +253,7 @@ def _outputs(graph: Graph) -> Node:
 def _fuse(graph: Graph, loss: _Loss) -> list[_Late]:
     """Replace the loss and what leads to it by our op on hidden states; returns what the graph returns hidden states for."""
     given = _arguments(loss.node)
-    hidden, weight = (*loss.head.args, *loss.head.kwargs.values())[:2]
+    hidden, weight, _ = _operands(loss.head)
     dtype, late = _value(loss.node).dtype, _return_hidden(graph, loss, hidden)
     with graph.inserting_before(loss.node):
         for node in loss.between:
@@ -247,7 +292,7 @@ def _return_hidden(graph: Graph, loss: _Loss, hidden: Any) -> list[_Late]:
     assert isinstance(results, Sequence)
     output.args = (tuple(hidden if each is returned else each for each in results),)
     dtypes = {"matmul_dtype": _value(loss.head).dtype, "dtype": _value(returned).dtype}
-    weight = inputs.index(_weight(loss))
+    weight = inputs.index(_operands(loss.head)[1])
     return [_Late(place=place, weight=weight, **dtypes) for place, each in enumerate(results) if each is returned]
 
 
@@ -256,8 +301,7 @@ def _same_rows(graph: Graph, node: Node, hidden: Any) -> Any:
     if node.target in _CASTS:
         return hidden
     if node.target in _OWN_SIZES:
-        sizes = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
-        arguments = (hidden, (*sizes[:-1], _value(hidden).shape[-1]))
+        arguments = (hidden, (*_sizes(node)[:-1], _value(hidden).shape[-1]))
         same = graph.call_method("reshape", arguments)
         value = _value(hidden).reshape(map_arg(arguments[1], _value))
     elif node.target is operator.getitem:

@@ -1,7 +1,8 @@
-"""Logits that are computed when somebody first uses them: `LateLogits(hidden, weight, dtype)` stands for `hidden @ weight.T`.
+"""Logits that are computed when somebody first uses them: `late_logits(hidden, weight, ...)` stands for `hidden @ weight.T`.
 
 A fused loss makes no logits, but a forward may return them beside its loss. Most training loops drop them; for those that do not,
-the first use of this tensor (any function of torch, or a method) computes them, with their graph to hidden and weight.
+the first use of this tensor computes them. It is in autograd's graph from the start, so that gradients go on to hidden and weight
+whichever way it is used. Its shape, dtype and the like, `detach()` and `float()` need no logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,40 +14,76 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 
-class LateLogits(Tensor):
+def late_logits(hidden: Tensor, weight: Tensor, *, matmul_dtype: torch.dtype, dtype: torch.dtype) -> "LateLogits":
     """(..., V) in `dtype`, from hidden (..., C) and weight (V, C), multiplied in `matmul_dtype`.
 
-    RuntimeError at the first use if hidden or weight were changed in place since: then the logits cannot be had any more.
+    The first use raises RuntimeError if hidden or weight were changed in place since, as by an optimizer's step. What changes a
+    weight through its `.data` is not noticed.
     """
+    late: LateLogits = _Head.apply(hidden, weight, matmul_dtype, dtype)  # type: ignore[no-untyped-call]
+    return late
 
-    _parts: tuple[Tensor, Tensor]
-    _matmul_dtype: torch.dtype
-    _versions: list[int]
-    _logits: Tensor | None
+
+class _Source:
+    """What the logits are computed from, and the logits once they are."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+        self._parts, self._dtype = (hidden, weight), dtype
+        self._versions = self._seen_versions()
+        self._logits: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self._parts[0].shape[:-1], self._parts[1].shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts[0].device
+
+    def _seen_versions(self) -> list[int]:
+        """How often each was changed in place; tensors of inference mode do not count."""
+        return [0 if part.is_inference() else part._version for part in self._parts]
+
+    def logits(self) -> Tensor:
+        """The logits without a graph; the same tensor at each call."""
+        if self._logits is None:
+            if self._seen_versions() != self._versions:
+                raise RuntimeError(
+                    "ops=trainstep: logits beside a fused loss are computed when they are first used, and the weights have "
+                    "changed since; use them before the optimizer's step, or run without ops=trainstep"
+                )
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                self._logits = F.linear(*(part.detach().to(self._dtype) for part in self._parts))
+        return self._logits
+
+
+class LateLogits(Tensor):
+    """Logits of a source in a dtype."""
+
+    _source: _Source
+    _computed: Tensor | None
+    _with_graph: Tensor | None
 
     @staticmethod
-    def __new__(cls, hidden: Tensor, weight: Tensor, *, matmul_dtype: torch.dtype, dtype: torch.dtype) -> "LateLogits":
-        shape = (*hidden.shape[:-1], weight.shape[0])
-        made: LateLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
-        made._parts, made._matmul_dtype = (hidden, weight), matmul_dtype
-        made._versions = [_version_of(part) for part in made._parts]
-        made._logits = None
+    def __new__(cls, source: _Source, dtype: torch.dtype) -> "LateLogits":
+        made: LateLogits = Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype, device=source.device)
+        made._source, made._computed, made._with_graph = source, None, None
         return made
 
     def computed(self) -> Tensor:
-        """The logits, an ordinary tensor; the same one at each call."""
+        """An ordinary tensor of the logits without a graph; the same one at each call."""
         with torch._C.DisableTorchFunctionSubclass():
-            wants_graph = torch.is_grad_enabled() and any(part.requires_grad for part in self._parts)
-            if self._logits is None or (wants_graph and not self._logits.requires_grad):
-                if [_version_of(part) for part in self._parts] != self._versions:
-                    raise RuntimeError(
-                        "ops=trainstep: logits beside a fused loss are computed when they are first used, and the weights have "
-                        "changed since; use them before the optimizer's step, or run without ops=trainstep"
-                    )
-                hidden, weight = (part.to(self._matmul_dtype) for part in self._parts)
-                with torch.autocast(self.device.type, enabled=False):
-                    self._logits = F.linear(hidden, weight).to(self.dtype)
-            return self._logits
+            if self._computed is None:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._computed = self._source.logits().to(self.dtype)
+            return self._computed
+
+    def as_tensor(self) -> Tensor:
+        """The logits with their graph, if there is one; the same tensor at each call, so that what is written into it stays."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._with_graph is None and torch.is_grad_enabled() and self.requires_grad:
+                self._with_graph = _Use.apply(self)  # type: ignore[no-untyped-call]
+            return self.computed() if self._with_graph is None else self._with_graph
 
     @classmethod
     def __torch_function__(
@@ -56,10 +93,17 @@ class LateLogits(Tensor):
         arguments: Sequence[Any] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        if function in _SHAPES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*arguments, **(options or {}))
-        arguments, options = tree_map_only(LateLogits, LateLogits.computed, (arguments, options or {}))
+        options = options or {}
+        first = next(iter(arguments), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _WITHOUT_LOGITS:
+                return function(*arguments, **options)
+            if isinstance(first, LateLogits) and len(arguments) == 1 and not options:
+                if function is Tensor.detach:
+                    return LateLogits(first._source, first.dtype)
+                if function is Tensor.float:
+                    return _Cast.apply(first, torch.float32)  # type: ignore[no-untyped-call]
+        arguments, options = tree_map_only(LateLogits, LateLogits.as_tensor, (tuple(arguments), options))
         return function(*arguments, **options)
 
     @classmethod
@@ -70,22 +114,73 @@ class LateLogits(Tensor):
         arguments: Sequence[Any] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        arguments, options = tree_map_only(LateLogits, LateLogits.computed, (arguments, options or {}))
-        return function(*arguments, **options)
+        """What gets past the method above, below autograd: custom functions, hooks, wrappers of a model's outputs."""
+        whole = tree_map_only(LateLogits, LateLogits.computed, (tuple(arguments), options or {}))
+        result = function(*whole[0], **whole[1])
+        is_in_place = function._schema.is_mutable and arguments and isinstance(arguments[0], LateLogits)
+        return arguments[0] if is_in_place else result
 
 
-def _version_of(part: Tensor) -> int:
-    """How often the tensor was changed in place; tensors of inference mode do not count."""
-    return 0 if part.is_inference() else part._version
+class _Head(torch.autograd.Function):
+    """hidden, weight -> logits, which nobody computes yet."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, matmul_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.matmul_dtype = matmul_dtype
+        ctx.set_materialize_grads(False)
+        return LateLogits(_Source(hidden, weight, matmul_dtype), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor | None) -> Any:
+        if dlogits is None:
+            return None, None, None, None
+        hidden, weight = ctx.saved_tensors
+        with torch.autocast(dlogits.device.type, enabled=False):
+            dlogits = dlogits.to(ctx.matmul_dtype)
+            dhidden = (dlogits @ weight.to(ctx.matmul_dtype)).to(hidden.dtype) if ctx.needs_input_grad[0] else None
+            rows = dlogits.reshape(-1, dlogits.shape[-1]).T
+            columns = hidden.reshape(-1, hidden.shape[-1]).to(ctx.matmul_dtype)
+            dweight = (rows @ columns).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dhidden, dweight, None, None
 
 
-_SHAPES = frozenset(
+class _Use(torch.autograd.Function):
+    """Late logits as an ordinary tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, late: LateLogits) -> Tensor:
+        return late.computed().detach()
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor) -> Tensor:
+        return dlogits
+
+
+class _Cast(torch.autograd.Function):
+    """Late logits in another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, late: LateLogits, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = late.dtype
+        return LateLogits(late._source, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor, None]:
+        return dlogits.to(ctx.dtype), None
+
+
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_leaf", "grad_fn")
+_WITHOUT_LOGITS = frozenset(
     {
         Tensor.size,
         Tensor.dim,
         Tensor.numel,
         Tensor.element_size,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
+        Tensor.stride,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.is_inference,
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     }
 )
-"""What can be asked without the logits."""

@@ -12,6 +12,7 @@ their windows, the remaining roles have processes of their own. A script of seve
 import hashlib
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -315,8 +316,7 @@ class ScriptProcesses:
             elif end.code is None:
                 yield place, f"did not end within {self._timeout_s:.0f} s", "timeout"
             else:
-                kind = "oom" if "OutOfMemoryError" in end.said else "crash"
-                yield place, *((f"{end.said} (exit code {end.code})", kind) if end.code else ("", ""))
+                yield place, *(failure_of(end.code, end.said) if end.code else ("", ""))
 
     def _words(self, changes: Mapping[str, str], out: Path, turn: int | None) -> list[str]:
         """The command of a process."""
@@ -340,3 +340,10 @@ def _environment() -> dict[str, str]:
     path = os.environ.get("PYTHONPATH", "")
     whole = os.pathsep.join(os.path.abspath(entry) for entry in path.split(os.pathsep) if entry)
     return {**os.environ, **({"PYTHONPATH": whole} if whole else {})}
+
+
+def failure_of(code: int, said: str) -> tuple[str, str]:
+    """What to say of a process that ended with this code, and the kind of its failure."""
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}; its last words: {said}", "crash"
+    return f"{said} (exit code {code})", "out_of_memory" if "OutOfMemoryError" in said else "crash"

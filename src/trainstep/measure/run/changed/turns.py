@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _LAST_BYTES = 65_536
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _OF_A_RANK = re.compile(r"^\[rank\d+\]: ?")
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 10.0
@@ -76,7 +77,7 @@ def _signal(workers: Sequence[Any], number: signal.Signals) -> None:
 class End:
     """How a process ended. `code`: its exit code, None for one that the time limit ended.
 
-    `said`: what its last traceback says was raised, else its last line of output.
+    `said`: what was raised, if it ended by an exception, else its last line of output.
     """
 
     code: int | None
@@ -177,7 +178,7 @@ class _Started:
         except subprocess.TimeoutExpired:
             self.give_up()
         self.kill()
-        return End(code=None if self._is_late else code, said=_last_words(self._output))
+        return End(code=None if self._is_late else code, said=_last_words(self._output, code))
 
     def kill(self) -> None:
         """Kill the process and what it left running."""
@@ -203,11 +204,28 @@ def _wait_until_ready(started: Sequence[_Started], timeout_s: float) -> None:
                 process.hear()
 
 
-def _last_words(output: Any) -> str:
-    """What was raised, by the last traceback; without one the last line that is not empty."""
+def _last_words(output: Any, code: int | None) -> str:
+    """What was raised, by the last traceback that is not torchrun's own; else the last line that is not empty.
+
+    Python ends with code 1 behind an exception that nobody caught; behind another code what was raised was caught.
+    """
     output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
-    lines = [_OF_A_RANK.sub("", line) for line in output.read().decode(errors="replace").splitlines()]
-    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    raised = (line for line in lines[begins[-1] + 1 :] if line[:1].strip()) if begins else iter(())
-    last = (line.strip() for line in reversed(lines) if line.strip())
-    return next(raised, None) or next(last, "it printed nothing")
+    lines = [_OF_A_RANK.sub("", line).rstrip() for line in output.read().decode(errors="replace").splitlines()]
+    for number in reversed(range(len(lines) if code in (1, None) else 0)):
+        if lines[number].startswith("Traceback (most recent call last)"):
+            raised = _raised(lines[number + 1 :])
+            if raised and "ChildFailedError" not in raised:
+                return raised
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+def _raised(lines: Sequence[str]) -> str:
+    """The exception behind a traceback's indented lines, and the first line of its message that says something."""
+    flush = [number for number, line in enumerate(lines) if line[:1].strip() and not line.startswith("+")]
+    if not flush:
+        return ""
+    words, rest = lines[flush[0]], [line.strip() for line in lines[flush[0] + 1 :] if line.strip()]
+    if "in DataLoader worker process" in words:  # its message is the worker's own traceback
+        inner = [line for line in rest if _EXCEPTION.match(line)]
+        return inner[-1] if inner else words
+    return f"{words} {rest[0]}" if words.endswith(":") and rest else words
