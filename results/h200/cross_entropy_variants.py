@@ -1,14 +1,14 @@
 """Times designs of the cross-entropy kernel beside the present one and a copy of its bytes, in turns in one process.
 
-    python results/h200/cross_entropy_variants.py runs/cross_entropy_variants.csv      # one GPU; about a minute
+    python results/h200/cross_entropy_variants.py runs/cross_entropy_variants.csv      # one GPU; has run on none yet
 
 Logits in bf16 that their gradient replaces, as with gradients in forward. A sample is the time of a launch in a graph
-over as many sets of logits as make 3 GB, restored before it; the L2 cache holds none of them. `copy` is torch's, of the
-bytes that must be read and written. Each design is first compared with fp64 on 64 rows: some are ignored, one of those
-with logits that are not finite, some targets are out of range, and for the first size also with smoothing and z_loss.
-Loss, lse (not of ignored rows, where no one reads it) and gradient may be off by twice the present kernel's error and
-one ulp of the largest, the gradient beside targets in its norm by twice alone. A design that fails is told in a line
-and left out. A variant's name says which fields of `Design` are not as by default.
+over as many sets of logits as make 3.2 GB, at most 16, restored before it, of which the L2 cache holds little. `copy`
+is torch's, of the bytes that must be read and written. Each design is first compared with fp64 on 64 rows: some are
+ignored, one of those with logits that are not finite, some targets are out of range, and for the first size also with
+smoothing and z_loss. Loss, lse (not of ignored rows, where no one reads it) and gradient may be off by twice the
+present kernel's error and one ulp of the largest, the gradient beside targets in its norm by twice alone. A design
+that fails is told in a line and left out. A variant's name says which fields of `Design` are not as by default.
 """
 
 import argparse

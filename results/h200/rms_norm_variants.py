@@ -56,7 +56,7 @@ class Design:
 
     def __str__(self) -> str:
         changed = [(f.name, value) for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default]
-        return " ".join(name if value is True else f"{name}={value}" for name, value in changed) or "as present"
+        return " ".join(name if value is True else f"{name}={value}" for name, value in changed) or "default"
 
 
 D, HINTS = Design, {"load": "evict_first", "store": "evict_first"}

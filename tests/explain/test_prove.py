@@ -363,12 +363,12 @@ def test_where_all_together_do_not_run_the_faster_half_is_measured():
     def with_loop(options: Options, repeat: int) -> Trial | None:
         tried = trial(options, repeat)
         is_joined = options.get("adamw") == "loop" and "capture" in options
-        return Trial(failure_kind="oom", phase="step", message="no room") if tried and is_joined else tried
+        return Trial(failure_kind="out_of_memory", phase="step", message="no room") if tried and is_joined else tried
 
     lab.trial = with_loop  # type: ignore[method-assign]
     proof = lab.run(CAPTURE, BLOCK, LOOP)
     whole = "capture step with compile block with adamw loop"
-    assert proof.left_out == [("adamw loop", f"{whole}, together: oom: no room")]
+    assert proof.left_out == [("adamw loop", f"{whole}, together: out of memory: no room")]
     assert proof.chosen == {**START, "capture": "step", "compile": "block"}
     assert proof.takes_all
 
@@ -380,7 +380,7 @@ def test_a_larger_batch_leaves_little_of_what_is_saved_once_a_step():
     assert proof.chosen == {**START, "batch_size": 32, "adamw": "loop"}, "0.75 and 0.3 % are left of 6 and 2.5"
     [(name, why)] = proof.left_out
     assert name == "compile reduce_overhead"
-    assert why == "it saves time once a step, of which batch_size 32 leaves less than 0.5 %"
+    assert why == "it saves the same time in a step of any batch, less than 0.5 % with batch_size 32"
     assert lab.run(LOOP, graphs).chosen == {**START, "adamw": "loop", "compile": "reduce_overhead"}
     module = Candidate(fields={"compile": "module"})
     lab.speeds["module"] = 0.975

@@ -49,9 +49,9 @@ _ALWAYS = ("batch_size", "context", "device")
 """Fields that the start's options always name, even at their defaults."""
 _ONCE_A_STEP = ("adamw", "capture", "copies", "gc", "pin_memory")
 _LAUNCHES = {"compile": "reduce_overhead"}
-"""Changes that save the same time in a step of any batch size; a larger one leaves a smaller share of it."""
+"""Changes that are taken to save the same time in a step of any batch size, which is a smaller share of a larger step."""
 _LEAST_LEFT = 0.005
-"""A change joins others only if it saves this share of the step beside them: each may keep the whole from running."""
+"""Such a change joins a larger batch only if it saves this share of its step: each may keep the whole from running."""
 _NEVER = ("keep_trace", "nvtx", "cold_compile")
 
 Predict = Callable[[Mapping[str, Any]], Interval | None]
@@ -269,7 +269,7 @@ class _Prover(Trials):
     def _measure_together(self, said: Callable[[int, int, Candidate], None]) -> None:
         """Join the changes that helped or may help, fastest first, as far as a config accepts them; compare with the start.
 
-        If they do not run together, or not with the same losses, half of them are tried, the faster ones.
+        If they do not run together, or not with the same losses, the faster half of them is tried, then half of that, and so on.
         """
         proof = self.proof
         whole, refused = self._joined()
@@ -298,7 +298,7 @@ class _Prover(Trials):
             return list(whole), []
         work = size / self.proof.start[_BATCH]
         little = [tried for tried in whole if _saves_once(tried) and (1 - ratio_of(tried.step)) / work < _LEAST_LEFT]
-        why = f"it saves time once a step, of which {_BATCH} {size} leaves less than {100 * _LEAST_LEFT:g} %"
+        why = f"it saves the same time in a step of any batch, less than {100 * _LEAST_LEFT:g} % with {_BATCH} {size}"
         return [tried for tried in whole if tried not in little], [(tried.candidate.name, why) for tried in little]
 
     def _joined(self) -> tuple[list[Tried], list[tuple[str, str]]]:

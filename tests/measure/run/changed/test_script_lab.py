@@ -416,7 +416,7 @@ def test_what_fails_beside_others_may_run_alone(tmp_path: Path):
     [
         (1, "torch.OutOfMemoryError: no room", ("torch.OutOfMemoryError: no room (exit code 1)", "out_of_memory")),
         (3, "enough", ("enough (exit code 3)", "crash")),
-        (-11, "step 7", ("ended by SIGSEGV; its last words: step 7", "crash")),
+        (-11, "step 7", ("ended by Segmentation fault; its last words: step 7", "crash")),
     ],
 )
 def test_an_end_has_a_kind_of_failure_that_records_know(code: int, said: str, expected: tuple[str, str]):

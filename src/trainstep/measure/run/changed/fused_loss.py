@@ -1,17 +1,18 @@
 """Gives a compiled script trainstep's loss, from outside: the head's matmul and the cross-entropy behind it become one op.
 
     with_our_loss(applied)                   # each graph that Inductor compiles from now on has our op, if it has such a loss
-    counted = count_losses()                 # only counts them: counted() says how many graphs had one
+    counted = count_losses()                 # only counts them: counted() gives their number so far
 
-Between the two a script casts, slices and flattens the logits (to drop the last token, to merge batch and positions). Each of these
-keeps rows of logits whole, so the same is done with rows of hidden states in their place, and the logits never exist whole. Where a
+Between head and loss a script casts, slices and flattens the logits (to drop the last token, to merge batch and positions). Each
+of these keeps rows of logits whole, so the same is done with rows of hidden states, and the logits never exist whole. Where a
 forward also returns its logits, as nanoGPT's does, it returns what computes them when they are first used (late_logits.py).
 
-[Note: where] Only in a graph of torch.compile can it be seen what else uses the logits, and only if head and loss are in one graph:
-in GPT-2 of Transformers (5.23) a graph break is between them, in Llama, Mistral and Qwen none. The graph is changed as Dynamo gives
-it to Inductor, before autograd is traced.
+Only in a graph of torch.compile can it be seen what else uses the logits, and only if head and loss are in one graph: in GPT-2 of
+Transformers (5.23) a graph break is between them, in Llama, Mistral and Qwen none. The graph is changed as Dynamo gives it to
+Inductor, before autograd is traced.
 """
 
+import copy
 import functools
 import inspect
 import operator
@@ -42,7 +43,7 @@ _WRITES = (
     *(getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior")),
 )
 _MOST_LOGITS_BYTES = 2**30
-_USED_ELSEWHERE = "the compiled model uses its logits for more than its loss"
+_USED_ELSEWHERE = "the compiled model uses its logits for more than its loss, or returns them changed"
 
 
 class _Loss(NamedTuple):
@@ -96,14 +97,16 @@ def with_our_loss(applied: Notes) -> None:
     """Fuse the losses of each graph that is compiled from now on."""
 
     def fuse(graph_module: GraphModule) -> Sequence[_Late]:
-        late: list[_Late] = []
-        for loss in [*_losses(graph_module.graph)]:
-            if loss.has_other_uses:
-                applied.left("ops", _USED_ELSEWHERE)
-                continue
-            late += _fuse(graph_module.graph, loss)
+        changed = copy.deepcopy(graph_module.graph)  # taken once all went well
+        losses = [*_losses(changed)]
+        ours = [loss for loss in losses if not loss.has_other_uses]
+        late = [each for loss in ours for each in _fuse(changed, loss)]
+        if ours:
+            graph_module.graph = changed
+        for _ in ours:
             applied.did("ops")
-        graph_module.recompile()
+        if len(ours) < len(losses):
+            applied.left("ops", _USED_ELSEWHERE)
         return late
 
     _before_inductor(fuse)
@@ -129,7 +132,7 @@ def _before_inductor(see: Callable[[GraphModule], Sequence[_Late]]) -> None:
     @functools.wraps(compile_graph)
     def call(self: Any, graph_module: Any, *arguments: Any, **options: Any) -> Any:
         late: Sequence[_Late] = ()
-        with suppress(Exception):  # the script goes on with its own loss, whatever its graph has
+        with suppress(Exception):  # the graph is as it was then, and the script goes on with its own loss
             late = see(graph_module) if isinstance(graph_module, GraphModule) else ()
         compiled = compile_graph(self, graph_module, *arguments, **options)
         return functools.partial(_called, compiled, late) if late else compiled

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 
 def late_logits(hidden: Tensor, weight: Tensor, *, matmul_dtype: torch.dtype, dtype: torch.dtype) -> "LateLogits":
-    """(..., V) in `dtype`, from hidden (..., C) and weight (V, C), multiplied in `matmul_dtype`.
+    """(..., V) in `dtype`, from hidden (..., C) and weight (V, C), multiplied in `matmul_dtype`, as in the backward pass.
 
+    It is in autograd's graph where hidden or weight is, unless it is made without gradients.
     The first use raises RuntimeError if hidden or weight were changed in place since, as by an optimizer's step. What changes a
     weight through its `.data` is not noticed.
     """
@@ -49,8 +50,8 @@ class _Source:
         if self._logits is None:
             if self._seen_versions() != self._versions:
                 raise RuntimeError(
-                    "ops=trainstep: logits beside a fused loss are computed when they are first used, and the weights have "
-                    "changed since; use them before the optimizer's step, or run without ops=trainstep"
+                    "ops=trainstep: logits beside a fused loss are computed when they are first used, and the head's weight or "
+                    "input has changed since; use them before the optimizer's step, or run without ops=trainstep"
                 )
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 self._logits = F.linear(*(part.detach().to(self._dtype) for part in self._parts))
@@ -58,7 +59,7 @@ class _Source:
 
 
 class LateLogits(Tensor):
-    """Logits of a source in a dtype."""
+    """Stands for the logits (..., V) of `_source` in its dtype; the first function that needs their values computes them."""
 
     _source: _Source
     _computed: Tensor | None
@@ -79,7 +80,7 @@ class LateLogits(Tensor):
             return self._computed
 
     def as_tensor(self) -> Tensor:
-        """The logits with their graph, if there is one; the same tensor at each call, so that what is written into it stays."""
+        """The logits with their graph, if there is one; always in the same memory, so that what is written into them stays."""
         with torch._C.DisableTorchFunctionSubclass():
             if self._with_graph is None and torch.is_grad_enabled() and self.requires_grad:
                 self._with_graph = _Use.apply(self)  # type: ignore[no-untyped-call]
@@ -94,11 +95,12 @@ class LateLogits(Tensor):
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         options = options or {}
-        first = next(iter(arguments), None)
+        first: Any = next(iter(arguments), None)
         with torch._C.DisableTorchFunctionSubclass():
             if function in _WITHOUT_LOGITS:
                 return function(*arguments, **options)
-            if isinstance(first, LateLogits) and len(arguments) == 1 and not options:
+            is_alone = isinstance(first, LateLogits) and len(arguments) == 1 and not options
+            if is_alone and first._computed is None and first._with_graph is None:
                 if function is Tensor.detach:
                     return LateLogits(first._source, first.dtype)
                 if function is Tensor.float:

@@ -13,7 +13,8 @@ processes too. Where a process has one window, as many of the later rounds start
 windows and the original's in the same rounds. All changes that have room at once share the original's windows; the rounds of the
 other changes follow, with an original of their own. If a killed command left a round incomplete, the changes that lack it begin a
 new attempt, with the original again, so that a round's pair never comes from two commands. A comparison outside the rounds has the
-order a b b a a b b a, each in a process of its own; after a kill it continues with the process that was running. The interval is
+order a b b a a b b a, each in a process of its own, and its first two pairs are the trial; after a kill it continues with the
+process that was running. The interval is
 Student's over the pairs, as in every comparison of fresh processes (records/compare.py). Windows that share processes do not show
 how processes differ, so the changes that are kept in the end are compared in fresh processes.
 
@@ -232,7 +233,10 @@ class ScriptLab(ScriptProcesses):
         return f"{', '.join(words) or 'no change'} of the original's time"
 
     def trial(self, options: Options, repeat: int) -> Trial | None:
-        """Run one process, or take an earlier command's record of it. A change that found nothing to change counts as failed."""
+        """The process of a trial, which runs if there is no record of it (`_trial_record`).
+
+        A change that found nothing to change counts as failed.
+        """
         record = self._trial_record(options, repeat)
         if record is None:
             return None

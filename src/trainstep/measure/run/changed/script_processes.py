@@ -197,7 +197,7 @@ class ScriptProcesses:
     def _run_alone(self, roles: Sequence[Role], *, shared: bool) -> None:
         """Run each process that failed beside others once more by itself, as the others may have been the cause.
 
-        One that fails by itself too stands for all of the same changes.
+        If it fails alone too, its record is also kept for the other processes of the same changes, which do not run.
         """
         broken: dict[str, Record] = {}
         for seat in self._seats(roles, shared=shared):
@@ -343,7 +343,7 @@ def _environment() -> dict[str, str]:
 
 
 def failure_of(code: int, said: str) -> tuple[str, str]:
-    """What to say of a process that ended with this code, and the kind of its failure."""
+    """What to say of a process that ended with this code, and the kind of its failure: crash or out_of_memory."""
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}; its last words: {said}", "crash"
+        return f"ended by {signal.strsignal(-code) or f'signal {-code}'}; its last words: {said}", "crash"
     return f"{said} (exit code {code})", "out_of_memory" if "OutOfMemoryError" in said else "crash"

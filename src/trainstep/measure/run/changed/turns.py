@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _LAST_BYTES = 65_536
+# The last line of a traceback.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _OF_A_RANK = re.compile(r"^\[rank\d+\]: ?")
 _LOOK_EVERY_S = 0.2
@@ -207,11 +208,11 @@ def _wait_until_ready(started: Sequence[_Started], timeout_s: float) -> None:
 def _last_words(output: Any, code: int | None) -> str:
     """What was raised, by the last traceback that is not torchrun's own; else the last line that is not empty.
 
-    Python ends with code 1 behind an exception that nobody caught; behind another code what was raised was caught.
+    Python ends with code 1 behind an exception that nobody caught; before another code what was raised was caught.
     """
     output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
     lines = [_OF_A_RANK.sub("", line).rstrip() for line in output.read().decode(errors="replace").splitlines()]
-    for number in reversed(range(len(lines) if code in (1, None) else 0)):
+    for number in reversed(range(len(lines) if code == 1 else 0)):
         if lines[number].startswith("Traceback (most recent call last)"):
             raised = _raised(lines[number + 1 :])
             if raised and "ChildFailedError" not in raised:
@@ -221,10 +222,12 @@ def _last_words(output: Any, code: int | None) -> str:
 
 def _raised(lines: Sequence[str]) -> str:
     """The exception behind a traceback's indented lines, and the first line of its message that says something."""
-    flush = [number for number, line in enumerate(lines) if line[:1].strip() and not line.startswith("+")]
-    if not flush:
+    at_margin = [
+        place for place, line in enumerate(lines) if line[:1].strip() and not line.startswith("+")
+    ]  # of a group
+    if not at_margin:
         return ""
-    words, rest = lines[flush[0]], [line.strip() for line in lines[flush[0] + 1 :] if line.strip()]
+    words, rest = lines[at_margin[0]], [line.strip() for line in lines[at_margin[0] + 1 :] if line.strip()]
     if "in DataLoader worker process" in words:  # its message is the worker's own traceback
         inner = [line for line in rest if _EXCEPTION.match(line)]
         return inner[-1] if inner else words
