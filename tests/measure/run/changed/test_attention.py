@@ -46,6 +46,21 @@ def test_attention_is_ours_where_the_kernel_takes_the_call(install, monkeypatch:
     assert (applied.counts["attention"], len(called)) == (1, 3)
 
 
+def test_attention_under_autocast_is_ours_whatever_dtypes_come_in(install, monkeypatch: pytest.MonkeyPatch):
+    """A rotation in fp32 gives fp32 queries and keys beside bf16 values, which autocast casts for torch's attention too."""
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "_INTERPRETED", True)
+    applied = install(attention="trainstep")
+    q, k, v = torch.randn(3, 1, 2, 16, 8).unbind()
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = torch.nn.functional.scaled_dot_product_attention(q, k, v.bfloat16(), is_causal=True)
+        torchs = original(q, k, v.bfloat16(), is_causal=True)
+    assert (applied.counts["attention"], ours.dtype) == (1, torchs.dtype)
+    torch.testing.assert_close(ours, torchs, rtol=0.02, atol=0.02)
+
+
 def test_attention_on_a_cpu_is_left_to_torch(install):
     applied = install(attention="trainstep")
     q, k, v = torch.randn(3, 1, 2, 16, 8).unbind()

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from trainstep.ops import flash_attention
+from trainstep.ops.operators import autocast_dtype
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HEAD_DIMS = range(8, 257)
@@ -79,7 +80,10 @@ def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
     """Whether the kernel takes these tensors: on a GPU, or anywhere where Triton's interpreter is on."""
     if not (query.is_cuda or _INTERPRETED) or query.dim() != 4 or query.shape[-1] not in _HEAD_DIMS:
         return False
-    if query.dtype not in _KERNEL_DTYPES or not query.dtype == key.dtype == value.dtype:
+    dtypes = {
+        autocast_dtype(tensor) or tensor.dtype for tensor in (query, key, value)
+    }  # as torch's own call casts them
+    if len(dtypes) > 1 or dtypes.isdisjoint(_KERNEL_DTYPES):
         return False
     heads, groups = query.shape[1], key.shape[1]
     fits = heads == groups or (enable_gqa and heads % groups == 0)
