@@ -283,7 +283,7 @@ class Check:
         self.exact = self.loss.nan_to_num(), lse[self.is_used], self.dz
 
     def errors(self, run: Run) -> list[float]:
-        """Of loss, lse and gradient the largest over the largest value, of the gradient beside targets the norm."""
+        """The largest error of loss, lse and gradient over the largest value; beside targets the norm of the gradient's."""
         work, is_used, is_beside = self.operands, self.is_used, ~self.is_target
         work.restore()
         run()
@@ -352,6 +352,8 @@ def main() -> None:
     parser.add_argument("file", help="CSV file for the samples")
     parser.add_argument("--sizes", default="4096x10000,16368x32768,2048x151936", help="rows x vocabulary")
     asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
     random.seed(0)
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)

@@ -130,17 +130,6 @@ def forward(
 
 
 @triton.jit
-def weight_sum(table_ptr, dweight_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        total += tl.load(table_ptr + row * width + column, mask=(row < rows) & (column < width), other=0.0)
-    dweight = tl.sum(total, axis=0, keep_dims=True)
-    tl.store(dweight_ptr + column, dweight.to(dweight_ptr.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
 def backward(
     dy_ptr, h_ptr, weight_ptr, inverse_rms_ptr, dh_ptr, table_ptr, rows, width,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, CONTIGUOUS: tl.constexpr,
@@ -259,13 +248,13 @@ class Operands:
         return [first, self.add_table(design, self.table, programs)]
 
     def add_table(self, design: Design | None, table: Tensor, rows: int) -> Launch:
+        """The kernel that sums dweight, the present one with the design's tile."""
+        tile_rows, columns, warps = present._SUMMED_ROWS, present._SUMMED_COLUMNS, 4
+        if design is not None:
+            tile_rows, columns, warps = design.sum_rows, design.sum_columns, design.sum_warps
         arguments = (table, self.dweight, rows, self.width)
-        if design is None:
-            constants = {"ROWS": present._SUMMED_ROWS, "COLUMNS": present._SUMMED_COLUMNS}
-            programs = triton.cdiv(self.width, present._SUMMED_COLUMNS)
-            return Launch(present.rms_norm_weight_kernel, programs, 4, arguments, **constants)
-        constants = {"ROWS": design.sum_rows, "COLUMNS": design.sum_columns}
-        return Launch(weight_sum, triton.cdiv(self.width, design.sum_columns), design.sum_warps, arguments, **constants)
+        programs = triton.cdiv(self.width, columns)
+        return Launch(present.rms_norm_weight_kernel, programs, warps, arguments, ROWS=tile_rows, COLUMNS=columns)
 
     def constants(self, design: Design) -> tuple[int, int, dict[str, Any]]:
         """Programs, warps, and the constants of a kernel."""

@@ -80,9 +80,8 @@ def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
     """Whether the kernel takes these tensors: on a GPU, or anywhere where Triton's interpreter is on."""
     if not (query.is_cuda or _INTERPRETED) or query.dim() != 4 or query.shape[-1] not in _HEAD_DIMS:
         return False
-    dtypes = {
-        autocast_dtype(tensor) or tensor.dtype for tensor in (query, key, value)
-    }  # as torch's own call casts them
+    # Autocast casts them for our kernel as for torch's.
+    dtypes = {autocast_dtype(tensor) or tensor.dtype for tensor in (query, key, value)}
     if len(dtypes) > 1 or dtypes.isdisjoint(_KERNEL_DTYPES):
         return False
     heads, groups = query.shape[1], key.shape[1]

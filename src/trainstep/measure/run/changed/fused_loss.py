@@ -67,9 +67,8 @@ class _Loss(NamedTuple):
         if returned is not None:
             uses = [use for use in uses if use.op != "output"]
             others = [node for node in (self.head, *self.between) if node is not returned]
-            if _operands(self.head)[1].op != "placeholder" or any(
-                _outputs(node.graph) in node.users for node in others
-            ):
+            is_input = _operands(self.head)[1].op == "placeholder"
+            if not is_input or any(_outputs(node.graph) in node.users for node in others):
                 return True
         return uses != [self.node]
 
@@ -97,6 +96,8 @@ def with_our_loss(applied: Notes) -> None:
     """Fuse the losses of each graph that is compiled from now on."""
 
     def fuse(graph_module: GraphModule) -> Sequence[_Late]:
+        if next(_losses(graph_module.graph), None) is None:
+            return ()
         changed = copy.deepcopy(graph_module.graph)  # taken once all went well
         losses = [*_losses(changed)]
         ours = [loss for loss in losses if not loss.has_other_uses]

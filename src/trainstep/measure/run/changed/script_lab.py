@@ -14,9 +14,9 @@ windows and the original's in the same rounds. All changes that have room at onc
 other changes follow, with an original of their own. If a killed command left a round incomplete, the changes that lack it begin a
 new attempt, with the original again, so that a round's pair never comes from two commands. A comparison outside the rounds has the
 order a b b a a b b a, each in a process of its own, and its first two pairs are the trial; after a kill it continues with the
-process that was running. The interval is
-Student's over the pairs, as in every comparison of fresh processes (records/compare.py). Windows that share processes do not show
-how processes differ, so the changes that are kept in the end are compared in fresh processes.
+process that was running. The interval is Student's over the pairs, as in every comparison of fresh processes (records/compare.py).
+Windows that share processes do not show how processes differ, so the changes that are kept in the end are compared in fresh
+processes.
 
 [Note: futility] A change is given up after the first two pairs if it was faster by the least gain in neither. The least gain is
 2 %, or 1 % where processes have several windows, which cost seconds and differ by half a per cent. A batch size is given up too if

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _LAST_BYTES = 65_536
-# The last line of a traceback.
+# The line of a traceback that names the exception.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _OF_A_RANK = re.compile(r"^\[rank\d+\]: ?")
 _LOOK_EVERY_S = 0.2
