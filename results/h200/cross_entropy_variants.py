@@ -1,6 +1,6 @@
 """Times designs of the cross-entropy kernel beside the present one and a copy of its bytes, in turns in one process.
 
-    python results/h200/cross_entropy_variants.py runs/cross_entropy_variants.csv      # one GPU; has run on none yet
+    python results/h200/cross_entropy_variants.py runs/cross_entropy_variants.csv      # one GPU; about a minute
 
 Logits in bf16 that their gradient replaces, as with gradients in forward. A sample is the time of a launch in a graph
 over as many sets of logits as make 3.2 GB, at most 16, restored before it, of which the L2 cache holds little. `copy`
@@ -61,12 +61,17 @@ class Design:
 
 
 D, HINTS = Design, {"last": "evict_first", "store": "evict_first"}
+ALL_HINTS = HINTS | {"first": "evict_last"}
+SMALL = ALL_HINTS | {"warps": 8}
 WIDE, LOGITS, POWERS = {"block": 16_384, "warps": 32}, {"keep": "logits"}, {"keep": "powers"}
 DESIGNS = [
     D(), D(state="element"), D(state="group"), D(exponent="exp"), D(exponent="exp2"), D(masked=True), D(select=True),
     D(multiply=True), D(plain=True), D(block=2048, warps=4), D(block=4096, warps=8), D(warps=8), D(block=4096),
-    D(block=16_384), D(**WIDE), D(warps=32), D(block=32_768, warps=32), D(**HINTS), D(first="evict_last", **HINTS),
-    D(backwards=True), D(**WIDE, backwards=True, **HINTS), D(**WIDE, backwards=True, first="evict_last", **HINTS),
+    D(block=16_384), D(**WIDE), D(warps=32), D(block=32_768, warps=32), D(**HINTS), D(**ALL_HINTS),
+    D(backwards=True), D(**WIDE, backwards=True, **HINTS), D(**WIDE, backwards=True, **ALL_HINTS),
+    D(**ALL_HINTS, backwards=True), D(block=4096, **SMALL), D(block=4096, **SMALL, backwards=True), D(**SMALL),
+    D(**SMALL, backwards=True), D(**WIDE, **ALL_HINTS), D(**ALL_HINTS, block=32_768, warps=32, backwards=True),
+    D(**ALL_HINTS, block=16_384, backwards=True),
     D(stages=2), D(stages=3), D(block=4096, warps=8, stages=3), D(**WIDE, programs=1, backwards=True, **HINTS),
     D(block=32_768, warps=32, programs=1, backwards=True, **HINTS), D(**LOGITS), D(**LOGITS, warps=8),
     D(**LOGITS, warps=32), D(**LOGITS, **HINTS), D(**LOGITS, store="evict_first"), D(**LOGITS, select=True),
@@ -350,7 +355,9 @@ def measure(rows: int, vocabulary: int, designs: list[Design]) -> dict[str, list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="CSV file for the samples")
-    parser.add_argument("--sizes", default="4096x10000,16368x32768,2048x151936", help="rows x vocabulary")
+    parser.add_argument(
+        "--sizes", default="4096x10000,16368x32768,8192x50304,4096x128256,2048x151936", help="rows x vocabulary"
+    )
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")

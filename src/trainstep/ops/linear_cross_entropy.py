@@ -122,6 +122,10 @@ def _check(
         raise ValueError(f"sum_dtype: must be torch.float32, or None for the weight's, but is {sum_dtype}")
 
 
+_ALIGNED_LOGITS = 16
+"""Rows begin at a multiple of so many elements, which is what Triton asks of a stride to know it as aligned."""
+
+
 class _Work(NamedTuple):
     """The arguments of both operators that describe the loss and how it is computed."""
 
@@ -175,7 +179,7 @@ def _by_chunks(
     dhidden = torch.empty_like(rows) if wants_hidden else rows.new_empty(0)
     total_dtype = weight.dtype if len(rows) <= work.chunk else work.sum_dtype
     dweight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=total_dtype)
-    logits = rows.new_empty(min(work.chunk, len(rows)), weight.shape[0])
+    logits = _new_logits(rows, min(work.chunk, len(rows)), weight.shape[0])
     for first in range(0, len(rows), work.chunk):
         part = slice(first, first + work.chunk)
         x = rows[part]
@@ -189,6 +193,12 @@ def _by_chunks(
         if wants_weight:
             _add_product(dweight, z.T, x)
     return dhidden, dweight.to(weight.dtype)
+
+
+def _new_logits(rows: Tensor, tokens: int, vocabulary: int) -> Tensor:
+    """(tokens, vocabulary), with a gap behind rows of an odd length: matmuls and the kernel read aligned rows in larger pieces."""
+    padded = -(-vocabulary // _ALIGNED_LOGITS) * _ALIGNED_LOGITS
+    return rows.new_empty(tokens, padded)[:, :vocabulary]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

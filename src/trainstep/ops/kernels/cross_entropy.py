@@ -6,62 +6,118 @@ from torch import Tensor
 
 from trainstep.ops.operators import on_device
 
-_BLOCK = 8192
-"""Logits of a row that a program takes at once: 16 each for 512 threads."""
-_WARPS = 16
+_GROUP = 8
+"""Logits that follow each other, which a thread reads at once and gives one maximum and one sum: 16 bytes of 16-bit logits."""
+_SCALE_BLOCK = 8192
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _columns(first, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    return first + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _power(z, peak):
+    """e^(z - peak), without what `exp` does for results that only fp32's denormal numbers hold."""
+    return tl.exp2((z - peak) * _LOG2_E)
+
+
+@triton.jit
+def _add_block(logits, column, vocabulary, maximum, total, plain_total, MASKED: tl.constexpr, SMOOTHING: tl.constexpr):
+    """A maximum, the sum of powers relative to it, and the plain sum of each group of columns, with a block's added."""
+    if MASKED:
+        z = tl.load(logits + column, mask=column < vocabulary, other=float("-inf"), eviction_policy="evict_last")
+    else:
+        z = tl.load(logits + column, eviction_policy="evict_last")
+    z = z.to(tl.float32)
+    larger = tl.maximum(maximum, tl.max(z, axis=1))
+    total = total * _power(maximum, larger) + tl.sum(_power(z, larger[:, None]), axis=1)
+    if SMOOTHING:
+        plain_total += tl.sum(tl.where(column < vocabulary, z, 0.0), axis=1)
+    return larger, total, plain_total
+
+
+@triton.jit
+def _write_block(logits, column, vocabulary, peak, slope, even_part, MASKED: tl.constexpr):
+    """slope e^(z - peak) - even_part in place of z."""
+    mask = column < vocabulary
+    if MASKED:
+        z = tl.load(logits + column, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        z = tl.load(logits + column, eviction_policy="evict_first")
+    dz = (slope * _power(z.to(tl.float32), peak) - even_part).to(logits.dtype.element_ty)
+    if MASKED:
+        tl.store(logits + column, dz, mask=mask, eviction_policy="evict_first")
+    else:
+        tl.store(logits + column, dz, eviction_policy="evict_first")
 
 
 @triton.jit
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, loss_ptr, lse_ptr, scale_ptr, vocabulary, row_stride, ignore_index, smoothing, z_loss,
-    HAS_LSE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_LSE: tl.constexpr, GRADIENT: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One row. loss = lse - (1 - smoothing) z_target - smoothing mean(z) + z_loss lse^2, with lse = log(sum(exp(z))).
 
     GRADIENT writes `scale` times the loss's gradient over the logits. HAS_LSE reads lse instead of computing it, and
-    writes no loss. Each lane keeps a maximum and a sum of its own, and they meet once at the end.
+    writes no loss. An ignored row is not read: its logits need not be finite, and its loss, lse and gradient are 0.
     """
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * row_stride
     target = tl.load(targets_ptr + row)
-    is_used = target != ignore_index
-    is_valid = (target >= 0) & (target < vocabulary)
-    # Read before the gradient is written over it: the reductions between are barriers.
-    z_target = tl.load(logits + tl.where(is_valid, target, 0)).to(tl.float32)
-    if HAS_LSE:
-        lse = tl.load(lse_ptr + row)
-        peak, sum_at_peak = lse, 1.0
+    blocks = vocabulary // BLOCK
+    whole = blocks * BLOCK  # columns of blocks without a mask, with which odd numbers of words would be read one by one
+    if target != ignore_index:
+        is_valid = (target >= 0) & (target < vocabulary)
+        target_logit = logits + tl.where(is_valid, target, 0)
+        z_target = tl.load(target_logit).to(tl.float32)
+        if HAS_LSE:
+            lse = tl.load(lse_ptr + row)
+            peak, sum_at_peak = lse, 1.0
+        else:
+            # Not -inf, which would give inf - inf where a logit is -inf.
+            maximum = tl.full([BLOCK // GROUP], -1e30, tl.float32)
+            total, plain_total = tl.zeros([BLOCK // GROUP], tl.float32), tl.zeros([BLOCK // GROUP], tl.float32)
+            for first in range(0, whole, BLOCK):
+                maximum, total, plain_total = _add_block(
+                    logits, _columns(first, BLOCK, GROUP), vocabulary, maximum, total, plain_total, False, SMOOTHING
+                )
+            if whole < vocabulary:
+                maximum, total, plain_total = _add_block(
+                    logits, _columns(whole, BLOCK, GROUP), vocabulary, maximum, total, plain_total, True, SMOOTHING
+                )
+            # exp(z - peak) / sum is a probability to the last digits; exp(z - lse) has the rounding of lse, 1e-6 where it is 20.
+            peak = tl.max(maximum, axis=0)
+            sum_at_peak = tl.sum(total * _power(maximum, peak), axis=0)
+            lse = peak + tl.log(sum_at_peak)
+            loss = lse - (1 - smoothing) * z_target + z_loss * lse * lse
+            if SMOOTHING:  # else 0 * mean(z), which is NaN where a logit is -inf
+                loss -= smoothing * (tl.sum(plain_total, axis=0) / vocabulary)
+            tl.store(loss_ptr + row, tl.where(is_valid, loss, float("nan")))
+            tl.store(lse_ptr + row, lse)
+        if GRADIENT:
+            scale = tl.load(scale_ptr)
+            slope, even_part = scale * (1 + 2 * z_loss * lse) / sum_at_peak, scale * (smoothing / vocabulary)
+            tl.debug_barrier()  # all threads have read the target's logit
+            # From the end, which was read last, and of which the cache has the most.
+            if whole < vocabulary:
+                _write_block(logits, _columns(whole, BLOCK, GROUP), vocabulary, peak, slope, even_part, True)
+            for block in range(blocks):
+                column = _columns((blocks - 1 - block) * BLOCK, BLOCK, GROUP)
+                _write_block(logits, column, vocabulary, peak, slope, even_part, False)
+            tl.debug_barrier()  # what another thread has written there comes before
+            dz_target = slope * _power(z_target, peak) - even_part - scale * (1 - smoothing)
+            tl.store(target_logit, dz_target.to(logits_ptr.dtype.element_ty), mask=is_valid)
     else:
-        maximum = tl.full([BLOCK], -1e30, tl.float32)  # not -inf, which would give inf - inf where a logit is -inf
-        total, plain_total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for first in range(0, vocabulary, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            z = tl.load(logits + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
-            larger = tl.maximum(maximum, z)
-            total = total * tl.exp(maximum - larger) + tl.exp(z - larger)
-            maximum = larger
-            plain_total += tl.where(column < vocabulary, z, 0.0)
-        # exp(z - peak) / sum is a probability to the last digits; exp(z - lse) has the rounding of lse, 1e-6 where lse is 20.
-        peak = tl.max(maximum, axis=0)
-        sum_at_peak = tl.sum(total * tl.exp(maximum - peak), axis=0)
-        lse = peak + tl.log(sum_at_peak)
-        loss = lse - (1 - smoothing) * z_target + z_loss * lse * lse
-        if smoothing > 0:  # else 0 * mean(z), which is NaN where a logit is -inf
-            loss -= smoothing * (tl.sum(plain_total, axis=0) / vocabulary)
-        loss = tl.where(is_used, tl.where(is_valid, loss, float("nan")), 0.0)
-        tl.store(loss_ptr + row, loss)
-        tl.store(lse_ptr + row, lse)
-    if GRADIENT:
-        scale = tl.where(is_used, tl.load(scale_ptr), 0.0)
-        slope = scale * (1 + 2 * z_loss * lse) / sum_at_peak
-        for first in range(0, vocabulary, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            mask = column < vocabulary
-            z = tl.load(logits + column, mask=mask, other=0.0).to(tl.float32)
-            dz = slope * tl.exp(z - peak) - scale * (smoothing / vocabulary)
-            dz -= tl.where(column == target, scale * (1 - smoothing), 0.0)
-            dz = tl.where(is_used, dz, 0.0)  # 0 also where a logit of an ignored row is not finite
-            tl.store(logits + column, dz.to(logits_ptr.dtype.element_ty), mask=mask)
+        if not HAS_LSE:
+            tl.store(loss_ptr + row, 0.0)
+            tl.store(lse_ptr + row, 0.0)
+        if GRADIENT:
+            zeros = tl.zeros([BLOCK // GROUP, GROUP], logits_ptr.dtype.element_ty)
+            for first in range(0, vocabulary, BLOCK):
+                column = _columns(first, BLOCK, GROUP)
+                tl.store(logits + column, zeros, mask=column < vocabulary)
 
 
 @triton.jit
@@ -90,17 +146,27 @@ def launch_cross_entropy(
 ) -> None:
     """Write loss and lse of each row, fp32 (rows,), and with `gradient` replace the logits (rows, V) by `scale` times theirs."""
     rows, vocabulary = logits.shape
-    block = min(_BLOCK, triton.next_power_of_2(vocabulary))
+    block, warps = _tile(vocabulary)
     if rows:
         with on_device(logits.device):
             cross_entropy_kernel[(rows,)](
                 logits, targets, loss, lse, scale, vocabulary, logits.stride(0), ignore_index, float(smoothing), float(z_loss),
-                HAS_LSE=has_lse, GRADIENT=gradient, BLOCK=block, num_warps=max(1, min(_WARPS, block // 512)),
+                HAS_LSE=has_lse, GRADIENT=gradient, SMOOTHING=smoothing > 0, BLOCK=block, GROUP=_GROUP, num_warps=warps,
             )  # fmt: skip
+
+
+def _tile(vocabulary: int) -> tuple[int, int]:
+    """Logits of a row that a program takes at once, and its warps.
+
+    The longer the rows, the fewer of them are worked on at once, so that the cache holds them until they are read again.
+    """
+    block = 4096 if vocabulary <= 16_384 else 8192 if vocabulary <= 65_536 else 16_384
+    block = min(block, max(_GROUP, triton.next_power_of_2(vocabulary)))
+    return block, max(1, block // 512)
 
 
 def launch_scale(x: Tensor, factor: Tensor) -> None:
     """Multiply x, which has no gaps, in place by a factor on its device, fp32 ()."""
     if x.numel():
         with on_device(x.device):
-            scale_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, factor, x.numel(), BLOCK=_BLOCK, num_warps=8)
+            scale_kernel[(triton.cdiv(x.numel(), _SCALE_BLOCK),)](x, factor, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)

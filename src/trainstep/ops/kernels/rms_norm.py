@@ -35,10 +35,10 @@ def rms_norm_kernel(
     ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """y = h inverse_rms weight, h = x + residual as stored in `sum`, or x without ADD. Everything between is in fp32."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     mask = (row < rows) & (column < width)
-    place = row * width + column
+    place = row.to(tl.int64) * width + column
     h = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         added = h + tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)

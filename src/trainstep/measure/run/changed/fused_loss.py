@@ -98,7 +98,7 @@ def with_our_loss(applied: Notes) -> None:
     def fuse(graph_module: GraphModule) -> Sequence[_Late]:
         if next(_losses(graph_module.graph), None) is None:
             return ()
-        changed = copy.deepcopy(graph_module.graph)  # taken once all went well
+        changed = _copied(graph_module.graph)  # taken once all went well
         losses = [*_losses(changed)]
         ours = [loss for loss in losses if not loss.has_other_uses]
         late = [each for loss in ours for each in _fuse(changed, loss)]
@@ -149,6 +149,14 @@ def _called(compiled: Callable[..., Any], late: Sequence[_Late], *inputs: Any) -
             results[each.place], inputs[each.weight], matmul_dtype=each.matmul_dtype, dtype=each.dtype
         )
     return results
+
+
+def _copied(graph: Graph) -> Graph:
+    """A copy with what Dynamo noted of each input, which AOTAutograd asks for and a copy of a node has not."""
+    copied = copy.deepcopy(graph)
+    for of_inputs, of_copies in zip(*(each.find_nodes(op="placeholder") for each in (graph, copied)), strict=True):
+        vars(of_copies).update({name: value for name, value in vars(of_inputs).items() if name not in vars(of_copies)})
+    return copied
 
 
 def _losses(graph: Graph) -> Iterator[_Loss]:
