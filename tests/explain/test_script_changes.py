@@ -60,6 +60,12 @@ def test_a_batch_that_is_allowed_is_tried_where_the_scripts_own_is_known():
     assert "batch_size 16" not in candidates()
 
 
+def test_an_allowed_batch_comes_behind_what_was_found_and_before_what_was_not():
+    found = list(candidates(data_ms=30.0, batch_sizes=[16], batch_size=8, allowed=["bf16_autocast"]))
+    assert found.index("workers 8") < found.index("batch_size 16") < found.index("attention trainstep")
+    assert found.index("batch_size 16") < found.index("adamw fused"), "nothing was found for the optimizer"
+
+
 def test_ranks_share_the_cores():
     assert "workers 4" in candidates(data_ms=30.0, ranks=4)
     assert "workers 2" in candidates(data_ms=30.0, ranks=16)

@@ -62,9 +62,10 @@ class ScriptPlace:
 def script_candidates(
     budget: Budget, place: ScriptPlace, allowed: Sequence[str], batch_sizes: Sequence[int] = ()
 ) -> list[Candidate]:
-    """Each change once, with the first cause that it removes, by falling predicted gain; then those without one; refused ones last.
+    """Each change once, with the first cause that it removes, by falling predicted gain; those without one, refused ones last.
 
-    `allowed`, `batch_sizes`: the precisions and batch sizes that the user allows.
+    Batch sizes, which the user asked for, come before changes that no finding asks for: if a budget has no room for all, the last
+    are left out. `allowed`, `batch_sizes`: the precisions and batch sizes that the user allows.
     """
     gains = {finding.cause: finding.gain for finding in reversed(budget.findings)}
     by_fields: dict[str, Candidate] = {}
@@ -85,7 +86,8 @@ def script_candidates(
 
     def order(candidate: Candidate) -> tuple[bool, bool, float]:
         gain = candidate.gain
-        return bool(candidate.refusal), gain is None, -gain.time_s if gain else 0.0
+        is_asked_for = gain is not None or "batch_size" in candidate.fields
+        return bool(candidate.refusal), not is_asked_for, -gain.time_s if gain else 0.0
 
     return sorted(by_fields.values(), key=order)
 
