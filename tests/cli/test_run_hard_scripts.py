@@ -51,6 +51,13 @@ def test_a_script_that_never_steps_is_told_why(text: str, sentence: str, tmp_pat
     assert records == []
 
 
+def test_a_crash_before_the_first_step_is_not_taken_for_a_script_without_steps(tmp_path: Path):
+    code, _, errors, records = run(tmp_path, "model(torch.randn(4, 8)).sum().backward()\nraise KeyError('lost')\n")
+    assert (code, records) == (1, [])
+    assert errors.splitlines()[-1] == "trainstep: the script ended before its first step: KeyError: 'lost'"
+    assert "by hand" not in errors
+
+
 def test_a_crash_in_the_middle_of_a_step_keeps_traceback_code_and_what_was_measured(tmp_path: Path):
     text = "for index in range(9):\n    step()\nmodel(torch.randn(4, 8)).sum().backward()\nraise KeyError('lost')\n"
     code, _, errors, records = run(tmp_path, text)

@@ -1,11 +1,12 @@
 """The search of a preset on made-up measurements: what is kept, skipped, left by the budget, and what a start without room gets."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from trainstep.plan.preset import ALWAYS, CHANGES, IF_LESS, IF_TOO_LARGE, Change, Result, changes_within, search
-from trainstep.plan.trials import Options, Trial, allowed_difference, difference_of
+from trainstep.plan.trials import Options, Step, Trial, allowed_difference, difference_of
 from trainstep.records.compare import Comparison
 
 START = {"model": "tiny"}
@@ -139,6 +140,37 @@ def test_a_precision_may_move_the_loss_by_its_roundoff_and_later_changes_are_hel
         (True, "faster"),
         (False, "another loss"),
     ]
+
+
+# Medium's losses on an H200, with the third step above the first (results/h200/preset_medium_flash_attn_4.jsonl).
+UNSTABLE = {
+    "fp32": (9.42647, 6.92088, 10.92018, 6.12516, 6.70045, 5.07628, 5.37710, 4.74256, 4.62186, 5.09575),
+    "bf16_autocast": (9.42823, 6.92534, 10.94117, 6.14346, 6.73729, 5.09077, 5.38635, 4.74911, 4.62649, 5.10034),
+    "block": (9.42829, 6.92623, 10.94475, 6.14727, 6.74491, 5.09378, 5.38798, 4.75036, 4.62748, 5.10143),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_autocast"])
+def test_where_training_amplifies_rounding_a_right_change_in_bf16_may_differ_by_more(precision: str):
+    """The start is in fp32 and bf16 is found; or the start is in bf16, and one trial in fp32 shows how rounding grows."""
+
+    def searched(block: Sequence[float]) -> Step:
+        lab = Lab({"bf16_autocast": 0.5, "block": 0.5})
+        lab.trials = {"block": Trial(losses=tuple(block), step_s=1.0)}
+        lab.trials |= {name: Trial(losses=UNSTABLE[name], step_s=1.0) for name in ("bf16_autocast", "fp32")}
+        start = {**START, "precision": precision}
+        result = lab.run(*([BF16] if precision == "fp32" else []), Change(options={"compile": "block"}), start=start)
+        assert len([options for options in lab.tried if options["precision"] == "fp32"]) == (
+            2 if precision == "fp32" else 1
+        )
+        return result.steps[-1] if precision == "fp32" else result.steps[0]
+
+    right = searched(UNSTABLE["block"])
+    assert right.kept
+    assert right.apart == pytest.approx(4.7e-4, rel=0.05)
+    wrong = searched([(3 * a - 2 * b) for a, b in zip(UNSTABLE["block"], UNSTABLE["bf16_autocast"], strict=True)])
+    assert (wrong.kept, wrong.word) == (False, "another loss")
+    assert wrong.allowed == pytest.approx(7.4e-4, rel=0.05)
 
 
 def test_a_precision_with_a_wrong_loss_is_not_kept():

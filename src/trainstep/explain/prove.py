@@ -169,6 +169,7 @@ class _Prover(Trials):
         super().__init__(key_of, trial, compare)
         self.proof = Proof(start=start, measured_s=measured_s)
         self._predict, self._reserve, self._needs_losses = predict, reserve, needs_losses
+        self.has_precisions = needs_losses  # a script of the user's own has the precision that it has
         self._names: dict[str, str] = {}
         """Key of options -> the name of the candidate that has them."""
         self._is_ending = False

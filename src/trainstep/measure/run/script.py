@@ -46,11 +46,15 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a script ended. `words`: as `exit code 3` or `RuntimeError: ...`. `by_interrupt`: a Ctrl-C that it did not handle."""
+    """How a script ended. `words`: as `exit code 3` or `RuntimeError: ...`. `by_interrupt`: a Ctrl-C that it did not handle.
+
+    `by_error`: an exception that it did not catch, whose traceback is shown.
+    """
 
     code: int
     words: str
     by_interrupt: bool = False
+    by_error: bool = False
 
 
 class StoppedAfter(SystemExit):
@@ -165,7 +169,7 @@ def run_script(script: Script) -> Ended:
     except BaseException as error:  # noqa: BLE001  (whatever the script raises ends it)
         _show(error)
         first_line = next(iter(str(error).splitlines()), "")
-        return Ended(code=1, words=f"{type(error).__name__}: {first_line}".rstrip(": "))
+        return Ended(code=1, words=f"{type(error).__name__}: {first_line}".rstrip(": "), by_error=True)
     return Ended(code=0, words="finished")
 
 

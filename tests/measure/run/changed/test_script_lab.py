@@ -338,14 +338,24 @@ def test_a_group_costs_one_start_and_its_turns(tmp_path: Path):
     lab = FakeLab(tmp_path, steady)
     lab.first()
     lab._starts_s = [50.0]
-    assert lab.comparison_s({}) == 2 * 50 + 10 * 5, (
-        "twelve processes in two groups; a turn is a tenth of a start, by a guess"
+    assert lab.comparison_s({}) == 2 * 50 + 10 * (5 + 1.5), (
+        "twelve processes in two groups; a turn is five steps and more"
     )
     lab._turns_s = [2.0, 4.0]
     assert lab.comparison_s({}) == 2 * 50 + 10 * 3
+    lab._turns_s, lab._steps_s = [], 0.0
+    assert lab.comparison_s({}) == 2 * 50 + 10 * 5, "a tenth of a start, if nothing is known of its steps"
+    record = lab.command.record
+    lab.command = dataclasses.replace(
+        lab.command, record=dataclasses.replace(record, config={**record.config, "device": "cuda"})
+    )
+    assert lab.comparison_s({}) == pytest.approx(2 * 30 + 10 * 5), "a GPU's first start fills caches"
+    lab._starts_s = [50.0, 20.0, 24.0]
+    assert lab.comparison_s({}) == 2 * 22 + 10 * 5
+    lab = FakeLab(tmp_path, steady)
     lab.measure_in_rounds([{"workers": "2"}])
     again = FakeLab(tmp_path, steady)
-    assert (len(again._starts_s), len(again._turns_s)) == (len(lab.groups), len(lab.started) - len(lab.groups))
+    assert (len(again._starts_s), len(again._turns_s)) == (1 + len(lab.groups), len(lab.started) - len(lab.groups))
 
 
 def test_a_round_that_was_killed_begins_anew_with_its_original(tmp_path: Path):
@@ -504,9 +514,11 @@ def test_the_last_comparison_is_expected_to_take_the_turns_of_the_slowest_change
     sizes: list[Options] = [{"batch_size": size} for size in (8, 16)]
     lab._in_rounds = {lab.key_of(options): options for options in sizes}
     lab._starts_s, lab._turns_s = [50.0], [10.0]
-    assert lab.comparison_s({}) == 2 * 50 + 4 * 10 + 6 * 40, "a batch four times as large, until it is known"
+    assert lab.comparison_s({}) == 2 * 50 + 4 * 10 + 6 * (10 + 3 * 5), (
+        "four times as many sequences: only steps are longer"
+    )
     lab._ratios = lambda options: [0.9] if options is sizes[0] else []
-    assert lab.comparison_s({}) == 2 * 50 + 4 * 10 + 6 * 20, "and once others were measured, not one that failed"
+    assert lab.comparison_s({}) == 2 * 50 + 4 * 10 + 6 * (10 + 5), "and once others were measured, not one that failed"
     lab._ratios = lambda options: []
     lab._turns_of = {lab.key_of(sizes[1]): [25.0], lab.key_of(lab.start): [8.0]}
     assert lab.comparison_s({}) == 2 * 50 + 4 * 8 + 6 * 25
@@ -645,3 +657,22 @@ def test_what_cannot_be_started_again_is_refused(
 ):
     with pytest.raises(ValueError, match=sentence):
         command_of(recorded(tmp_path, facts=facts, **config))
+
+
+def test_ten_minutes_have_room_for_a_batch_eight_times_as_large_behind_a_first_start_of_a_minute(tmp_path: Path):
+    """As on an H200, where a batch's windows were taken for as long as eight turns of a share of the first start."""
+    lab = FakeLab(tmp_path, lambda text: 0.29, pairs=5, budget_minutes=10.0)
+    lab.first()
+    lab._starts_s, lab._began_s, record = [62.0], lab._began_s - 62, lab.command.record
+    lab.command = dataclasses.replace(
+        lab.command, record=dataclasses.replace(record, config={**record.config, "device": "cuda"})
+    )
+    lab.start = {"batch_size": 16}
+    tried: list[Options] = [{"workers": str(number)} for number in range(2, 10)] + [{"batch_size": 128}]
+    lab._in_rounds = {lab.key_of(options): options for options in tried}
+    lab._have_room = lambda together: (
+        len(together) < 3 + 6 * (lab.start not in together or {"batch_size": 128} not in together)
+    )
+    assert lab._affordable(tried, range(2)) == tried
+    lab._budget_minutes = 6.0
+    assert {"batch_size": 128} not in lab._affordable(tried, range(2))

@@ -35,9 +35,13 @@ from trainstep.records.store import Store
 
 _FIRST_S = 30.0
 """Expected seconds of a process, before any process has ended."""
+_LATER_SHARE = 0.6
+"""On a GPU a later start takes about this share of the first, which finds no file and no compilation in a cache: 0.27 to 0.88, 0.56
+to 1.2 and 0.59 to 1.1 in three proofs of one script (results/h200/script_nano_proof_kernel.ndjson, _fused, _loss)."""
+_AROUND_S = 1.5
+"""Seconds of a turn beside its timed steps: 0.3, and 2.6 for the last of a process, which ends in it (the same proofs)."""
 _TURN_SHARE = 0.1
-"""A turn takes about this share of the first process's time, which is mostly imports and compilations: 0.08 and 0.15 on an
-H200 (results/h200/script_hugging_face_proof.ndjson, script_nano_proof.ndjson)."""
+"""A turn takes about this share of the first process's time, if that says nothing of its steps."""
 _MOST_TOGETHER = 10
 _CONTEXT_BYTES = 2**30
 """GPU memory that the driver takes for a process, beside torch's memory."""
@@ -84,6 +88,8 @@ class ScriptProcesses:
         """Seconds of the later turns: of the other processes, and of further windows."""
         self._turns_of: dict[str, list[float]] = {}
         """Seconds of the later turns of each set of changes, by its key."""
+        self._steps_s = 0.0
+        """Seconds of the timed steps of a window of the original; 0 before it has run."""
         self.may_share = command.ranks == 1 and command.record.config["device"] == "cuda"
         """Whether a process may have several windows. Not on a CPU: a start takes only seconds, and processes differ by more."""
         for record in self._known.values():
@@ -106,7 +112,10 @@ class ScriptProcesses:
 
     def trial_s(self, _: Options) -> float:
         """About how many seconds a process takes."""
-        return median(self._starts_s) if self._starts_s else _FIRST_S
+        if not self._starts_s:
+            return _FIRST_S
+        share = _LATER_SHARE if self.command.record.config["device"] == "cuda" else 1.0
+        return median(self._starts_s[1:] or [share * self._starts_s[0]])
 
     def left_s(self, _: int) -> float:
         """About how many seconds are left: the changes have had their rounds, and the comparison of all together is to come."""
@@ -117,16 +126,24 @@ class ScriptProcesses:
         roles = [(options, str(number)) for number, options in enumerate(windows)]
         groups = self._groups(roles, shared=shared)
         others = [options for group in groups for options, _ in group[1:]]
-        return len(groups) * self.trial_s({}) + sum(map(self._turn_s, others))
+        starts_s = sum(self.trial_s({}) + self._more_s(group[0][0]) for group in groups)
+        return starts_s + sum(map(self._turn_s, others))
 
     def _turn_s(self, options: Options) -> float:
-        """About how many seconds another window of these options takes; a larger batch takes longer."""
+        """About how many seconds another window of these options takes; the steps of a larger batch take longer."""
         if known := self._turns_of.get(self.key_of(options)):
             return median(known)
-        usual_s = median(self._turns_s) if self._turns_s else _TURN_SHARE * self.trial_s({})
-        return usual_s * max(1.0, self._work(options))
+        first_s = self._starts_s[0] if self._starts_s else _FIRST_S
+        one_s = self._steps_s + _AROUND_S if self._steps_s else _TURN_SHARE * first_s
+        return (median(self._turns_s) if self._turns_s else one_s) + self._more_s(options)
+
+    def _more_s(self, options: Options) -> float:
+        """About how many seconds longer the timed steps of these options take than the original's, for a larger batch."""
+        return max(0.0, self._work(options) - 1) * self._steps_s
 
     def _note_time(self, record: Record) -> None:
+        if not self._steps_s and not record.fact("applied"):
+            self._steps_s = record.fact("timed_s", 0.0)
         if record.samples and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
             (self._turns_s if record.fact("turn") else self._starts_s).append(record.duration_s)
             if record.fact("turn"):
