@@ -88,12 +88,17 @@ def test_a_copy_keeps_the_ops_and_a_pickle_the_weights():
 def test_losses_and_gradients_are_as_accurate_as_before(changes: dict[str, Any], dtype: torch.dtype, device: str):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter cuts bf16 off instead of rounding it, and errors add up")
+    """Gradients by the norm of their errors: behind many ops the largest one of one run is too much a matter of chance."""
     model = llama(device, dtype, **changes)
     before, exact = loss_and_gradients(model), loss_and_gradients(copy.deepcopy(model).double())
     hugging_face_llama.patch(model)
     hugging_face_llama.patch(model)
-    for name, result in loss_and_gradients(model).items():
-        assert_as_accurate_as(result, before[name], exact[name], name)
+    results = loss_and_gradients(model)
+    assert_as_accurate_as(results.pop("loss"), before["loss"], exact["loss"], "loss")
+    for name, result in results.items():
+        error, theirs = ((each[name].double() - exact[name]).norm() for each in (results, before))
+        assert result.dtype == before[name].dtype
+        assert error <= 2 * theirs, f"{name}: {error:.3g}, and twice {theirs:.3g} is allowed"
 
 
 def test_every_op_is_replaced(monkeypatch: pytest.MonkeyPatch):
