@@ -24,7 +24,7 @@ from trainstep.measure.harness.sets_plan import FEWEST_SETS
 from trainstep.plan import preset as plan
 from trainstep.plan import trials
 from trainstep.plan.preset import CHANGES, Change, search
-from trainstep.plan.trials import Trial, allowed_difference, difference_of, name_of
+from trainstep.plan.trials import Reference, Trial, allowed_difference, difference_of, name_of
 from trainstep.records.compare import Comparison
 from trainstep.records.store import Store
 from trainstep.report.kit.frames import markdown
@@ -242,7 +242,9 @@ def _trial_losses(**options: object) -> list[float]:
 def test_losses_tell_a_wrong_attention_from_another_right_one(
     monkeypatch: pytest.MonkeyPatch, precision: str, wrong: str
 ):
-    before, allowed = _trial_losses(precision=precision), allowed_difference(precision, precision)
+    before, exact = (_trial_losses(precision=name) for name in (precision, "fp32"))
+    allowed = Reference(precision, before, other=exact).allowed(precision, TRIAL_STEPS)
+    assert allowed == allowed_difference(precision, precision), "training is calm"
     assert difference_of(_trial_losses(precision=precision, attention="plain"), before) <= allowed
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
