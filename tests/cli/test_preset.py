@@ -243,7 +243,7 @@ def test_losses_tell_a_wrong_attention_from_another_right_one(
     monkeypatch: pytest.MonkeyPatch, precision: str, wrong: str
 ):
     before, exact = (_trial_losses(precision=name) for name in (precision, "fp32"))
-    allowed = Reference(precision, before, other=exact).allowed(precision, TRIAL_STEPS)
+    allowed = Reference(precision, before, other_precision=exact).allowed(precision, TRIAL_STEPS)
     assert allowed == allowed_difference(precision, precision), "training is calm"
     assert difference_of(_trial_losses(precision=precision, attention="plain"), before) <= allowed
 

@@ -39,23 +39,37 @@ def run(folder: Path, text: str, *words: str) -> tuple[int, str, str, list[Recor
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("model(torch.randn(4, 8)); sys.exit(5)", "no optimizer made a step and no backward ran"),
-        ("model(torch.randn(4, 8)).sum().backward(); sys.exit(5)", "the update is written by hand, or compiled"),
+        ("model(torch.randn(4, 8))", "no optimizer made a step and no backward ran"),
+        ("model(torch.randn(4, 8)).sum().backward()", "the update is written by hand, or compiled"),
+        ("model(torch.randn(4, 8)); sys.exit(5)", "trainstep: the script ended before a step was seen (exit code 5): "),
+        ("sys.exit('no data here')", "trainstep: the script ended before a step was seen (exit: no data here): "),
     ],
 )
-def test_a_script_that_never_steps_is_told_why(text: str, sentence: str, tmp_path: Path):
+def test_a_script_that_never_steps_is_told_why_and_keeps_its_code(text: str, sentence: str, tmp_path: Path):
     code, _, errors, records = run(tmp_path, text)
-    assert code == 5
+    assert code == (5 if "exit(5)" in text else 1 if "exit" in text else 0)
     assert sentence in errors
     assert "Traceback" not in errors
     assert records == []
 
 
-def test_a_crash_before_the_first_step_is_not_taken_for_a_script_without_steps(tmp_path: Path):
+def test_a_crash_before_the_first_step_is_said_first(tmp_path: Path):
     code, _, errors, records = run(tmp_path, "model(torch.randn(4, 8)).sum().backward()\nraise KeyError('lost')\n")
     assert (code, records) == (1, [])
-    assert errors.splitlines()[-1] == "trainstep: the script ended before its first step: KeyError: 'lost'"
-    assert "by hand" not in errors
+    assert errors.splitlines()[-1].startswith("trainstep: the script ended before a step was seen (KeyError: 'lost'): ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("class Odd(Exception):\n    def __str__(self): raise ValueError('no')\nraise Odd\n", "Odd"),
+        ("raise RuntimeError('\\n\\n-- Process 1 ended:\\nlost')", "RuntimeError: -- Process 1 ended:"),
+    ],
+)
+def test_any_error_of_the_script_is_named(text: str, words: str, tmp_path: Path):
+    code, _, errors, _ = run(tmp_path, text)
+    assert code == 1
+    assert errors.splitlines()[-1].startswith(f"trainstep: the script ended before a step was seen ({words}): ")
 
 
 def test_a_crash_in_the_middle_of_a_step_keeps_traceback_code_and_what_was_measured(tmp_path: Path):

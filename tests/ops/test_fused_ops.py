@@ -16,7 +16,7 @@ from kernel_compiler import SHARED_MEMORY_BYTES
 from op_check import INTERPRETED, normal
 from trainstep.ops import linear_cross_entropy, reference, rms_norm, rotary, swiglu
 
-FILES = {"rms_norm": 30, "rotary": 35, "swiglu": 25, "linear_cross_entropy": 80, "fused_ops_autograd": 20}
+FILES = {"rms_norm": 30, "rotary": 35, "swiglu": 25, "linear_cross_entropy": 100, "fused_ops_autograd": 20}
 """File of tests -> the least number of them that pass in the interpreter."""
 STRIDES = [
     f"{x}_{axis}" for x in ("q", "k", "v", "q_target", "k_target", "v_target") for axis in ("batch", "position", "head")
@@ -37,8 +37,10 @@ def test_a_few_cases_pass_in_the_interpreter():
         "test_rotary.py::test_separate_projections_in_any_layout",
         "test_swiglu.py::test_with_the_matmul_behind_it",
         "test_linear_cross_entropy.py::test_only_what_needs_a_gradient_gets_one",
+        "test_linear_cross_entropy.py::test_rows_of_several_blocks",
+        "test_linear_cross_entropy.py::test_ignored_rows_are_not_read_and_nothing_behind_a_row_is_written",
     ]
-    assert in_the_interpreter(*(f"tests/ops/{name}" for name in few)) >= 20
+    assert in_the_interpreter(*(f"tests/ops/{name}" for name in few)) >= 42
 
 
 @pytest.mark.slow

@@ -86,9 +86,9 @@ def test_a_copy_keeps_the_ops_and_a_pickle_the_weights():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "head_dim": 40}], ids=str)
 def test_losses_and_gradients_are_as_accurate_as_before(changes: dict[str, Any], dtype: torch.dtype, device: str):
+    """Gradients by the norm of their errors: behind many ops the largest one of one run is too much a matter of chance."""
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter cuts bf16 off instead of rounding it, and errors add up")
-    """Gradients by the norm of their errors: behind many ops the largest one of one run is too much a matter of chance."""
     model = llama(device, dtype, **changes)
     before, exact = loss_and_gradients(model), loss_and_gradients(copy.deepcopy(model).double())
     hugging_face_llama.patch(model)

@@ -70,6 +70,47 @@ def test_a_vocabulary_of_several_tiles(device: str):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
+@pytest.mark.parametrize("vocabulary", [48, 50], ids=["three blocks", "and a part"])
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(case) or "plain")
+def test_rows_of_several_blocks(
+    case: dict[str, Any], in_forward: bool, vocabulary: int, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("trainstep.ops.kernels.cross_entropy._tile", lambda _: (16, 1))
+    hidden, weight, targets = operands(17, vocabulary, torch.float32, device)
+    check(
+        lambda *x: linear_cross_entropy(*x, targets, **case, gradients_in_forward=in_forward),
+        lambda *x: reference.linear_cross_entropy(*x, targets, **case),
+        [hidden, weight],
+    )
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
+@pytest.mark.parametrize("has_lse", [False, True])
+def test_ignored_rows_are_not_read_and_nothing_behind_a_row_is_written(has_lse: bool, device: str, monkeypatch: Any):
+    """Whatever is in an ignored row its loss and gradient are 0, and what lies behind a row stays there."""
+    monkeypatch.setattr("trainstep.ops.kernels.cross_entropy._tile", lambda _: (16, 1))
+    whole = normal(3, 64, device=device)
+    whole[1, ::3], whole[1, 1::3], whole[:, 50:] = math.inf, math.nan, 7.0
+    plain = whole[[0, 2], :50].double().requires_grad_()
+    targets = torch.tensor([49, -100, 3], device=device)
+    expected = cross_entropy(plain, targets[[0, 2]], reduction="none", label_smoothing=0.1)
+    (dz,) = torch.autograd.grad(expected.sum(), plain)
+    loss, lse = torch.full((3,), 9.0, device=device), torch.full((3,), 9.0, device=device)
+    lse[[0, 2]] = plain.logsumexp(-1).float().detach()
+    options = {"ignore_index": -100, "smoothing": 0.1, "z_loss": 0.0, "has_lse": has_lse, "gradient": True}
+    module.launch_cross_entropy(whole[:, :50], targets, loss, lse, torch.ones((), device=device), **options)
+    torch.testing.assert_close(whole[[0, 2], :50].double(), dz, rtol=1e-4, atol=1e-6)
+    assert not whole[1, :50].count_nonzero()
+    assert (whole[:, 50:] == 7.0).all()
+    if has_lse:
+        assert (loss == 9.0).all(), "forward has written it"
+    else:
+        torch.testing.assert_close(loss[[0, 2]].double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        assert loss[1] == lse[1] == 0
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_eight_chunks_may_be_summed_in_16_bits(dtype: torch.dtype, device: str):
     hidden, weight, targets = operands(208, 30, dtype, device)

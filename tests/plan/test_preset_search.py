@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainstep.plan.preset import ALWAYS, CHANGES, IF_LESS, IF_TOO_LARGE, Change, Result, changes_within, search
-from trainstep.plan.trials import Options, Step, Trial, allowed_difference, difference_of
+from trainstep.plan.trials import Options, Reference, Step, Trial, Trials, allowed_difference, difference_of
 from trainstep.records.compare import Comparison
 
 START = {"model": "tiny"}
@@ -170,7 +170,54 @@ def test_where_training_amplifies_rounding_a_right_change_in_bf16_may_differ_by_
     assert right.apart == pytest.approx(4.7e-4, rel=0.05)
     wrong = searched([(3 * a - 2 * b) for a, b in zip(UNSTABLE["block"], UNSTABLE["bf16_autocast"], strict=True)])
     assert (wrong.kept, wrong.word) == (False, "another loss")
-    assert wrong.allowed == pytest.approx(7.4e-4, rel=0.05)
+    assert wrong.allowed == pytest.approx(7.66e-4, rel=0.01)
+
+
+def _difference_over(steps: int, of: Sequence[float], other: Sequence[float], most: float) -> float:
+    """What is allowed over so many steps of losses whose other precision is `other`, as a share of `most`."""
+    return Reference("bf16_autocast", of, other_precision=other).allowed("bf16_autocast", steps) / most
+
+
+def test_what_is_allowed_grows_with_the_difference_of_two_precisions_to_half_of_it():
+    losses, base = [4.0] * 6, allowed_difference("bf16_autocast", "bf16_autocast")
+    calm, wild = [4.0 + 4e-4] * 6, [4.0 + 4e-8, *[4.0 + 4e-3] * 5]
+    assert _difference_over(6, losses, calm, base) == pytest.approx(1.0)
+    assert _difference_over(1, losses, wild, base) == 1.0
+    half = difference_of(losses, wild) / 2
+    assert _difference_over(6, losses, wild, half) == pytest.approx(1.0), (
+        "the growth alone would allow a thousand times as much"
+    )
+    assert _difference_over(6, losses, [4.0, *calm[1:]], base) < 3, "a head of zeros has the same first loss"
+    assert _difference_over(6, losses, losses, base) == 1.0
+    assert Reference("bf16", losses, other_precision=wild).allowed("bf16", 6) == base, "bf16 weights lose updates"
+
+
+def test_one_blown_up_step_hides_no_difference_of_the_steps_before():
+    fp32 = (4.0, 3.9, 3.8, 3.7, 12.0, 3.6)
+    bf16 = (4.0004, 3.9006, 3.8008, 3.7010, 13.5, 3.61)
+    trials = Trials(str, lambda *_: None, lambda *_: None)
+    reference = Reference("bf16_autocast", bf16, other_precision=fp32)
+    late = [*bf16[:4], 13.45, 3.612]
+    assert not trials.check_losses(Trial(losses=tuple(late)), "bf16_autocast", reference).why
+    early = trials.check_losses(
+        Trial(losses=(*[loss * 1.002 for loss in bf16[:4]], *bf16[4:])), "bf16_autocast", reference
+    )
+    assert "differ" in early.why
+
+
+def test_no_trial_in_fp32_without_room_or_for_losses_that_are_not_finite():
+    def searched(losses: tuple[float | None, ...], budget: int) -> tuple[Result, Lab]:
+        lab = Lab({"block": 0.5}, budget=budget)
+        lab.trials = {"block": Trial(losses=losses, step_s=1.0), "fp32": Trial(losses=(None, 1.9, 1.8), step_s=1.0)}
+        return lab.run(BLOCK, start={**START, "precision": "bf16_autocast"}), lab
+
+    result, lab = searched((2.0, None, 1.8), 99)
+    assert "fp32" not in [options["precision"] for options in lab.tried]
+    result, lab = searched((2.01, 1.91, 1.81), 99)
+    assert "fp32" in [options["precision"] for options in lab.tried]
+    assert result.steps[0].word == "another loss", "fp32's losses are not finite, and tell nothing"
+    result, lab = searched((2.01, 1.91, 1.81), 3)
+    assert (result.steps, result.untried) == ([], ["compile block"]), "the budget ended before the trial in fp32"
 
 
 def test_a_precision_with_a_wrong_loss_is_not_kept():

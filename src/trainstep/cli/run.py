@@ -217,12 +217,12 @@ class _Session:
                 self.say(f"{error}")
         for name, why in self._steering.applied.not_applied.items() if self._steering else ():
             self.say(f"{name} was not applied: {why}")
-        no_step = "" if watch is None else watch.why_no_step
-        if no_step and ended.by_error:
-            no_step = f"the script ended before its first step: {ended.words}"
-        trouble = self._trouble if watch is None else watch.trouble or no_step
+        no_step = self._trouble if watch is None else watch.why_no_step
+        if no_step and ended.code and not ended.by_interrupt:
+            no_step = f"the script ended before a step was seen ({ended.words}): {no_step}"
+        trouble = no_step if watch is None else watch.trouble or no_step
         if trouble:
-            self.say(trouble if watch is None or no_step else f"watching ended early: {trouble}")
+            self.say(trouble if no_step else f"watching ended early: {trouble}")
         if watch is None or not watch.recording.written or self._identity.rank:
             return
         wait_for_ranks(path, self._ranks_here)

@@ -95,8 +95,9 @@ def candidates(
 ) -> list[Candidate]:
     """The changes to try: all that the config does not have, by falling predicted gain; then those without one; refused ones last.
 
-    The change of a finding has the finding's gain. Another change for the same cause has the gain that plan predicts, or the
-    finding's gain if plan predicts none. `precisions`, `batch_sizes`: those that the user allows.
+    Batch sizes, which the user asked for, come before others without a gain. The change of a finding has the finding's gain.
+    Another change for the same cause has the gain that plan predicts, or the finding's gain if plan predicts none. `precisions`,
+    `batch_sizes`: those that the user allows.
     """
     open_findings = [finding for finding in budget.findings if not finding.is_taken]
     gain_by_cause = {finding.cause: finding.gain for finding in open_findings}
@@ -116,7 +117,8 @@ def candidates(
 
     def order(candidate: Candidate) -> tuple[bool, bool, float]:
         gain = candidate.gain
-        return bool(candidate.refusal), gain is None, -gain.time_s if gain else 0.0
+        is_asked_for = gain is not None or _BATCH in candidate.fields
+        return bool(candidate.refusal), not is_asked_for, -gain.time_s if gain else 0.0
 
     return sorted(all_candidates, key=order)
 

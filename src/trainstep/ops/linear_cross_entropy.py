@@ -45,10 +45,10 @@ def linear_cross_entropy(
 
     hidden (..., C) and weight (V, C) in one dtype of fp32, bf16 and fp16, or of different ones under autocast, which applies;
     targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's, which is faster and needs less memory, but rounds
-    once a chunk: in bf16 the error of dW is 7.8e-3 of its largest entry, one epsilon, with 8, 11 and 16 chunks, where the 2x rule
-    allows 1.38e-2 (results/h200/loss_bill_again.csv); more were not checked. `chunk_tokens`: by default as many as have 256 MiB of
-    logits, but up to 2,048 as far as these have at most 1 GiB. A target out of range gives NaN. Where no token counts, the mean is
-    NaN, as torch's.
+    once a chunk: in bf16 the error of dW is 6.2e-3 to 7.8e-3 of its largest entry with 8, 11 and 16 chunks, where the 2x rule
+    allows 1.31e-2 (results/h200/loss_bill_kernel.csv, loss_bill_again.csv); more were not checked. `chunk_tokens`: by default as
+    many as have 256 MiB of logits, but up to 2,048 as far as these have at most 1 GiB. A target out of range gives NaN. Where no
+    token counts, the mean is NaN, as torch's.
 
     On a CPU and in fp64 ops/reference.py runs, with whole logits. ValueError for shapes and settings that do not fit; RuntimeError
     for a second backward pass with gradients in forward, whose memory the first has reused, and for create_graph=True with them.
@@ -123,7 +123,7 @@ def _check(
 
 
 _ALIGNED_LOGITS = 16
-"""Rows begin at a multiple of so many elements, which is what Triton asks of a stride to know it as aligned."""
+"""Rows of logits are padded to a multiple of so many: only of such a stride does Triton know that all rows are aligned."""
 
 
 class _Work(NamedTuple):
@@ -196,7 +196,7 @@ def _by_chunks(
 
 
 def _new_logits(rows: Tensor, tokens: int, vocabulary: int) -> Tensor:
-    """(tokens, vocabulary), with a gap behind rows of an odd length: matmuls and the kernel read aligned rows in larger pieces."""
+    """(tokens, vocabulary), rows padded to a multiple of 16 elements: matmuls and the kernel read aligned rows in larger pieces."""
     padded = -(-vocabulary // _ALIGNED_LOGITS) * _ALIGNED_LOGITS
     return rows.new_empty(tokens, padded)[:, :vocabulary]
 

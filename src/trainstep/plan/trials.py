@@ -36,7 +36,8 @@ wrong forward pass shows in the first, a wrong gradient or update from the secon
 change of precision does: medium's losses rose from 6.9 to 10.9 in the third step, and bf16 autocast was 1.9e-4 from fp32 in the
 first step and 2.3e-3 over ten; there torch.compile was 6e-6 and 4.7e-4 from eager bf16, other attentions 4e-5 to 1.0e-4
 (results/h200/preset_medium_flash_attn_4.jsonl). So what is allowed grows as the difference from another precision grows from the
-first step on, but at most to half of that difference. Where the start is in 16 bits, a trial in fp32 shows it, once losses differ.
+first step on, but at most to half of that difference, and it must hold over each number of steps, since one blown-up step would
+hide much. Where the start is in 16 bits, a trial in fp32 shows it, once losses differ.
 Only where weights are in fp32: bf16 weights lose updates, and so move tiny's calm losses from 1e-5 to 2.4e-3, which is no rounding.
 """
 
@@ -148,17 +149,19 @@ class Reference(NamedTuple):
     """Losses of further runs. [Note: the nearest run]"""
     steps: int | None = None
     """How many of the first steps count; None: the calm ones. [Note: calm steps]"""
-    other: Sequence[float] = ()
+    other_precision: Sequence[float] = ()
     """Losses of the same steps in another precision, where they are known. [Note: unstable steps]"""
 
     def allowed(self, precision: str, steps: int) -> float:
         """The largest relative difference from these losses, over so many steps, that rounding in a precision explains."""
         allowed = allowed_difference(precision, self.precision)
-        if precision != self.precision or precision not in _FP32_WEIGHTS or not self.other:
+        if precision != self.precision or precision not in _FP32_WEIGHTS or not self.other_precision:
             return allowed
-        first, over_all = (difference_of(self.losses[:some], self.other[:some]) for some in (1, steps))
-        growth = over_all / first if first else math.inf
-        return max(allowed, min(allowed * growth, _MOST_OF_PRECISION * over_all))
+        apart = [difference_of(self.losses[:some], self.other_precision[:some]) for some in range(1, steps + 1)]
+        first = next(
+            (each for each in apart if each), math.inf
+        )  # a head of zeros has the same first loss in any precision
+        return max(allowed, min(allowed * apart[-1] / first, _MOST_OF_PRECISION * apart[-1]))
 
 
 class LossCheck(NamedTuple):
@@ -179,6 +182,7 @@ class Trials:
         """Relative difference of the losses of two runs of the start."""
         self.has_precisions = True
         """Whether the start may be tried in fp32, as options have a precision. [Note: unstable steps]"""
+        self._asked_fp32 = False
         self._start: Options = {}
         self._compared: set[tuple[str, str]] = set()
 
@@ -224,7 +228,7 @@ class Trials:
         """The losses of other options as a reference, over the steps in which the start's runs agree."""
         known = self.reference
         other = known.losses if precision_of(options) != known.precision else ()
-        return reference_of(options, tried)._replace(steps=known.steps, other=other)
+        return reference_of(options, tried)._replace(steps=known.steps, other_precision=other)
 
     def attempt(
         self,
@@ -245,7 +249,7 @@ class Trials:
         if tried.failure_kind:
             return Step(change=name, word=tried.failure_kind.replace("_", " "), reason=tried.message), tried
         check = self.check_losses(tried, precision_of(after), self.reference if reference is None else reference)
-        if check.why and reference is None and self._knows_another_precision():
+        if check.why and check.apart is not None and reference is None and self._measured_in_fp32():
             check = self.check_losses(tried, precision_of(after), self.reference)
         alone_s = tried.step_s
         if check.why:
@@ -270,16 +274,18 @@ class Trials:
         step = self.judged(name, before, after, tried)
         return replace(step, apart=check.apart, allowed=check.allowed), tried
 
-    def _knows_another_precision(self) -> bool:
-        """Whether the reference now has the losses of another precision, which it had not. [Note: unstable steps]"""
+    def _measured_in_fp32(self) -> bool:
+        """Run the start in fp32, once and where that tells something. Whether the reference has its losses now."""
         known = self.reference
-        if known.other or not known.losses or known.precision not in _FP32_WEIGHTS or not self.has_precisions:
+        is_known = known.other_precision or not known.losses or known.precision not in _FP32_WEIGHTS
+        if is_known or not self.has_precisions or self._asked_fp32:
             return False
-        self.has_precisions, exact = False, {**self._start, "precision": "fp32"}  # it is asked once
-        with suppress(BudgetSpent):
-            if not self.refusal(exact) and (losses := _finite(self.measured(exact))):
-                self.reference = known._replace(other=losses)
-        return bool(self.reference.other)
+        in_fp32 = {**self._start, "precision": "fp32"}
+        tried = None if self.refusal(in_fp32) else self.measured(in_fp32)
+        self._asked_fp32 = True
+        if tried is not None and None not in tried.losses:
+            self.reference = known._replace(other_precision=_finite(tried))
+        return bool(self.reference.other_precision)
 
     def judged(self, name: str, before: Options, after: Options, tried: Trial | None) -> Step:
         """Compare, and keep what is faster."""
@@ -305,14 +311,23 @@ class Trials:
         steps = reference.steps or calm_steps(runs, allowed_difference(reference.precision, reference.precision))
         if len(losses) < min(steps, len(reference.losses)):
             return LossCheck(f"it has the losses of {len(losses)} steps, of {steps} that are compared")
-        apart = min(difference_of(losses[:steps], each[:steps]) for each in runs)
-        allowed = reference.allowed(precision, steps)
+        steps = min(steps, len(losses), len(reference.losses))
+        apart, allowed = _nearest(losses, runs, steps), reference.allowed(precision, steps)
+        if allowed_difference(precision, reference.precision) < apart <= allowed:  # [Note: unstable steps]
+            each = (
+                (_nearest(losses, runs, some), reference.allowed(precision, some), some) for some in range(1, steps)
+            )
+            apart, allowed, steps = next((one for one in each if one[0] > one[1]), (apart, allowed, steps))
         if apart <= allowed:
             return LossCheck("", apart, allowed)
-        steps = min(steps, len(losses), len(reference.losses))
         whose = "the start's" if len(runs) == 1 else f"those of the nearest of the start's {len(runs)} runs"
         why = f"the losses of {steps} steps differ from {whose} by {apart:.2g}, and rounding explains {allowed:.2g}"
         return LossCheck(why, apart, allowed)
+
+
+def _nearest(losses: Sequence[float], runs: Sequence[Sequence[float]], steps: int) -> float:
+    """The difference from the nearest of these runs, over so many steps."""
+    return min(difference_of(losses[:steps], each[:steps]) for each in runs)
 
 
 def _finite(tried: Trial) -> list[float]:

@@ -46,15 +46,11 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a script ended. `words`: as `exit code 3` or `RuntimeError: ...`. `by_interrupt`: a Ctrl-C that it did not handle.
-
-    `by_error`: an exception that it did not catch, whose traceback is shown.
-    """
+    """How a script ended. `words`: as `exit code 3` or `RuntimeError: ...`. `by_interrupt`: a Ctrl-C that it did not handle."""
 
     code: int
     words: str
     by_interrupt: bool = False
-    by_error: bool = False
 
 
 class StoppedAfter(SystemExit):
@@ -168,8 +164,7 @@ def run_script(script: Script) -> Ended:
         return Ended(code=INTERRUPTED, words="interrupted", by_interrupt=True)
     except BaseException as error:  # noqa: BLE001  (whatever the script raises ends it)
         _show(error)
-        first_line = next(iter(str(error).splitlines()), "")
-        return Ended(code=1, words=f"{type(error).__name__}: {first_line}".rstrip(": "), by_error=True)
+        return Ended(code=1, words=f"{type(error).__name__}: {_first_line(error)}".rstrip(": "))
     return Ended(code=0, words="finished")
 
 
@@ -247,6 +242,14 @@ def _exited(error: SystemExit) -> Ended:
         return Ended(code=code, words=f"exit code {code}" if code else "finished")
     print(error.code, file=sys.stderr)
     return Ended(code=1, words=f"exit: {next(iter(str(error.code).splitlines()), '')}".rstrip(": "))
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not empty."""
+    try:
+        return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    except Exception:  # noqa: BLE001  (an error's own __str__, as the script wrote it)
+        return ""
 
 
 def _show(error: BaseException) -> None:

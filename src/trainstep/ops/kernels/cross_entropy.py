@@ -7,7 +7,7 @@ from torch import Tensor
 from trainstep.ops.operators import on_device
 
 _GROUP = 8
-"""Logits that follow each other, which a thread reads at once and gives one maximum and one sum: 16 bytes of 16-bit logits."""
+"""Neighbouring logits that a thread reads at once, 16 bytes of 16-bit ones; each group has one maximum and one sum."""
 _SCALE_BLOCK = 8192
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -18,39 +18,30 @@ def _columns(first, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _power(z, peak):
-    """e^(z - peak), without what `exp` does for results that only fp32's denormal numbers hold."""
+def _exp_of(z, peak):
+    """e^(z - peak) by exp2, which spares what `exp` does for subnormal results: they become 0."""
     return tl.exp2((z - peak) * _LOG2_E)
 
 
 @triton.jit
-def _add_block(logits, column, vocabulary, maximum, total, plain_total, MASKED: tl.constexpr, SMOOTHING: tl.constexpr):
-    """A maximum, the sum of powers relative to it, and the plain sum of each group of columns, with a block's added."""
-    if MASKED:
-        z = tl.load(logits + column, mask=column < vocabulary, other=float("-inf"), eviction_policy="evict_last")
-    else:
-        z = tl.load(logits + column, eviction_policy="evict_last")
-    z = z.to(tl.float32)
+def _add_block(logits, column, vocabulary, maximum, total, logit_sum, MASKED: tl.constexpr, SMOOTHING: tl.constexpr):
+    """Add a block to each group's running maximum, sum of exponentials relative to it, and sum of logits."""
+    mask = (column < vocabulary) | (not MASKED)  # where it is always true the compiler removes it
+    z = tl.load(logits + column, mask=mask, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
     larger = tl.maximum(maximum, tl.max(z, axis=1))
-    total = total * _power(maximum, larger) + tl.sum(_power(z, larger[:, None]), axis=1)
+    total = total * _exp_of(maximum, larger) + tl.sum(_exp_of(z, larger[:, None]), axis=1)
     if SMOOTHING:
-        plain_total += tl.sum(tl.where(column < vocabulary, z, 0.0), axis=1)
-    return larger, total, plain_total
+        logit_sum += tl.sum(tl.where(mask, z, 0.0), axis=1)
+    return larger, total, logit_sum
 
 
 @triton.jit
-def _write_block(logits, column, vocabulary, peak, slope, even_part, MASKED: tl.constexpr):
-    """slope e^(z - peak) - even_part in place of z."""
-    mask = column < vocabulary
-    if MASKED:
-        z = tl.load(logits + column, mask=mask, other=0.0, eviction_policy="evict_first")
-    else:
-        z = tl.load(logits + column, eviction_policy="evict_first")
-    dz = (slope * _power(z.to(tl.float32), peak) - even_part).to(logits.dtype.element_ty)
-    if MASKED:
-        tl.store(logits + column, dz, mask=mask, eviction_policy="evict_first")
-    else:
-        tl.store(logits + column, dz, eviction_policy="evict_first")
+def _write_block(logits, column, vocabulary, peak, slope, smoothing_part, MASKED: tl.constexpr):
+    """slope e^(z - peak) - smoothing_part in place of z."""
+    mask = (column < vocabulary) | (not MASKED)
+    z = tl.load(logits + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    dz = (slope * _exp_of(z, peak) - smoothing_part).to(logits.dtype.element_ty)
+    tl.store(logits + column, dz, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -67,7 +58,9 @@ def cross_entropy_kernel(
     logits = logits_ptr + row.to(tl.int64) * row_stride
     target = tl.load(targets_ptr + row)
     blocks = vocabulary // BLOCK
-    whole = blocks * BLOCK  # columns of blocks without a mask, with which odd numbers of words would be read one by one
+    whole = (
+        blocks * BLOCK
+    )  # only what is behind has a mask, which keeps loads of a vocabulary like 50,257 from being vectorized
     if target != ignore_index:
         is_valid = (target >= 0) & (target < vocabulary)
         target_logit = logits + tl.where(is_valid, target, 0)
@@ -78,36 +71,36 @@ def cross_entropy_kernel(
         else:
             # Not -inf, which would give inf - inf where a logit is -inf.
             maximum = tl.full([BLOCK // GROUP], -1e30, tl.float32)
-            total, plain_total = tl.zeros([BLOCK // GROUP], tl.float32), tl.zeros([BLOCK // GROUP], tl.float32)
+            total, logit_sum = tl.zeros([BLOCK // GROUP], tl.float32), tl.zeros([BLOCK // GROUP], tl.float32)
             for first in range(0, whole, BLOCK):
-                maximum, total, plain_total = _add_block(
-                    logits, _columns(first, BLOCK, GROUP), vocabulary, maximum, total, plain_total, False, SMOOTHING
+                maximum, total, logit_sum = _add_block(
+                    logits, _columns(first, BLOCK, GROUP), vocabulary, maximum, total, logit_sum, False, SMOOTHING
                 )
             if whole < vocabulary:
-                maximum, total, plain_total = _add_block(
-                    logits, _columns(whole, BLOCK, GROUP), vocabulary, maximum, total, plain_total, True, SMOOTHING
+                maximum, total, logit_sum = _add_block(
+                    logits, _columns(whole, BLOCK, GROUP), vocabulary, maximum, total, logit_sum, True, SMOOTHING
                 )
             # exp(z - peak) / sum is a probability to the last digits; exp(z - lse) has the rounding of lse, 1e-6 where it is 20.
             peak = tl.max(maximum, axis=0)
-            sum_at_peak = tl.sum(total * _power(maximum, peak), axis=0)
+            sum_at_peak = tl.sum(total * _exp_of(maximum, peak), axis=0)
             lse = peak + tl.log(sum_at_peak)
             loss = lse - (1 - smoothing) * z_target + z_loss * lse * lse
             if SMOOTHING:  # else 0 * mean(z), which is NaN where a logit is -inf
-                loss -= smoothing * (tl.sum(plain_total, axis=0) / vocabulary)
+                loss -= smoothing * (tl.sum(logit_sum, axis=0) / vocabulary)
             tl.store(loss_ptr + row, tl.where(is_valid, loss, float("nan")))
             tl.store(lse_ptr + row, lse)
         if GRADIENT:
             scale = tl.load(scale_ptr)
-            slope, even_part = scale * (1 + 2 * z_loss * lse) / sum_at_peak, scale * (smoothing / vocabulary)
+            slope, smoothing_part = scale * (1 + 2 * z_loss * lse) / sum_at_peak, scale * (smoothing / vocabulary)
             tl.debug_barrier()  # all threads have read the target's logit
             # From the end, which was read last, and of which the cache has the most.
             if whole < vocabulary:
-                _write_block(logits, _columns(whole, BLOCK, GROUP), vocabulary, peak, slope, even_part, True)
+                _write_block(logits, _columns(whole, BLOCK, GROUP), vocabulary, peak, slope, smoothing_part, True)
             for block in range(blocks):
                 column = _columns((blocks - 1 - block) * BLOCK, BLOCK, GROUP)
-                _write_block(logits, column, vocabulary, peak, slope, even_part, False)
-            tl.debug_barrier()  # what another thread has written there comes before
-            dz_target = slope * _power(z_target, peak) - even_part - scale * (1 - smoothing)
+                _write_block(logits, column, vocabulary, peak, slope, smoothing_part, False)
+            tl.debug_barrier()  # the block's store to the target's place comes first
+            dz_target = slope * _exp_of(z_target, peak) - smoothing_part - scale * (1 - smoothing)
             tl.store(target_logit, dz_target.to(logits_ptr.dtype.element_ty), mask=is_valid)
     else:
         if not HAS_LSE:

@@ -339,7 +339,7 @@ def test_a_group_costs_one_start_and_its_turns(tmp_path: Path):
     lab.first()
     lab._starts_s = [50.0]
     assert lab.comparison_s({}) == 2 * 50 + 10 * (5 + 1.5), (
-        "twelve processes in two groups; a turn is five steps and more"
+        "twelve processes in two groups; a turn has 5 s of steps and 1.5 s around them"
     )
     lab._turns_s = [2.0, 4.0]
     assert lab.comparison_s({}) == 2 * 50 + 10 * 3

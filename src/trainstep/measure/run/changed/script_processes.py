@@ -36,10 +36,10 @@ from trainstep.records.store import Store
 _FIRST_S = 30.0
 """Expected seconds of a process, before any process has ended."""
 _LATER_SHARE = 0.6
-"""On a GPU a later start takes about this share of the first, which finds no file and no compilation in a cache: 0.27 to 0.88, 0.56
-to 1.2 and 0.59 to 1.1 in three proofs of one script (results/h200/script_nano_proof_kernel.ndjson, _fused, _loss)."""
+"""On a GPU a later start takes about this share of the first, which finds few files and compilations in a cache: 0.28 to 0.89, 0.56
+to 1.2 and 0.60 to 1.1 in three proofs of one script (results/h200/script_nano_proof_kernel.ndjson, _fused, _loss)."""
 _AROUND_S = 1.5
-"""Seconds of a turn beside its timed steps: 0.3, and 2.6 for the last of a process, which ends in it (the same proofs)."""
+"""Seconds of a turn beside its timed steps: 0.3, and 2.3 to 3.6 for the last of a process, which ends in it (the same proofs)."""
 _TURN_SHARE = 0.1
 """A turn takes about this share of the first process's time, if that says nothing of its steps."""
 _MOST_TOGETHER = 10
@@ -142,8 +142,8 @@ class ScriptProcesses:
         return max(0.0, self._work(options) - 1) * self._steps_s
 
     def _note_time(self, record: Record) -> None:
-        if not self._steps_s and not record.fact("applied"):
-            self._steps_s = record.fact("timed_s", 0.0)
+        if record.key == self.key_of(self.start):
+            self._steps_s = record.fact("timed_s") or self._steps_s
         if record.samples and record.fact("turn") is not None:  # files of before 2026-11-27 do not have it
             (self._turns_s if record.fact("turn") else self._starts_s).append(record.duration_s)
             if record.fact("turn"):
