@@ -192,7 +192,8 @@ def test_a_script_without_torch_says_so_and_keeps_its_exit_code(tmp_path: Path):
     (tmp_path / "train.py").write_text("import sys\nprint('hello \\x1b[1m')\nsys.exit(7)\n")
     done = watched(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (7, "hello \x1b[1m\n"), "the script's output is not made visible"
-    assert done.stderr == "trainstep: the script never imported torch, so there is no step to time\n"
+    why = "the script never imported torch, so there is no step to time"
+    assert done.stderr == f"trainstep: the script ended before a step was seen (exit code 7): {why}\n"
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
 
 
