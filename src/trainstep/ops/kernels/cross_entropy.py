@@ -57,10 +57,9 @@ def cross_entropy_kernel(
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * row_stride
     target = tl.load(targets_ptr + row)
+    # Only what is behind whole blocks has a mask: it keeps the loads of a vocabulary like 50,257 from being vectorized.
     blocks = vocabulary // BLOCK
-    whole = (
-        blocks * BLOCK
-    )  # only what is behind has a mask, which keeps loads of a vocabulary like 50,257 from being vectorized
+    whole = blocks * BLOCK
     if target != ignore_index:
         is_valid = (target >= 0) & (target < vocabulary)
         target_logit = logits + tl.where(is_valid, target, 0)
