@@ -63,7 +63,7 @@ def test_a_crash_before_the_first_step_is_said_first(tmp_path: Path):
     ("text", "words"),
     [
         ("class Odd(Exception):\n    def __str__(self): raise ValueError('no')\nraise Odd\n", "Odd"),
-        ("raise RuntimeError('\\n\\n-- Process 1 ended:\\nlost')", "RuntimeError: -- Process 1 ended:"),
+        ("raise RuntimeError('\\n\\n-- Process 1 ended:\\nlost')", "RuntimeError: -- Process 1 ended"),
     ],
 )
 def test_any_error_of_the_script_is_named(text: str, words: str, tmp_path: Path):

@@ -138,9 +138,9 @@ def requests() -> Iterator[dict[str, Any]]:
             yield request("rotary", "rotary_kernel", 4, 6, angles, **heads)
         yield request("swiglu", "swiglu_kernel", 8, 3, {}, BLOCK=2048)
         yield request("swiglu", "swiglu_backward_kernel", 4, 12, {}, BLOCK=2048, WRITE_Y=True)
-        for has_lse in (True, False):
-            loss = {"HAS_LSE": has_lse, "GRADIENT": True, "BLOCK": 8192}
-            yield request("cross_entropy", "cross_entropy_kernel", 16, 4, LOSS_TYPES, **loss)
+        for block, has_lse in ((4096, True), (4096, False), (8192, False), (16_384, False), (16_384, True)):
+            loss = {"HAS_LSE": has_lse, "GRADIENT": True, "SMOOTHING": not has_lse, "BLOCK": block, "GROUP": 8}
+            yield request("cross_entropy", "cross_entropy_kernel", block // 512, 4, LOSS_TYPES, **loss)
         yield request("cross_entropy", "scale_kernel", 8, 4, {"factor_ptr": "*fp32"}, BLOCK=8192)
 
 

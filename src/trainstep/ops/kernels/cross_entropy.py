@@ -75,9 +75,11 @@ def cross_entropy_kernel(
                 maximum, total, logit_sum = _add_block(
                     logits, _columns(first, BLOCK, GROUP), vocabulary, maximum, total, logit_sum, False, SMOOTHING
                 )
-            if whole < vocabulary:
+            for first in range(
+                whole, vocabulary, BLOCK
+            ):  # one block or none; Triton 3.6 fails at an `if` here (sm_100, fp32)
                 maximum, total, logit_sum = _add_block(
-                    logits, _columns(whole, BLOCK, GROUP), vocabulary, maximum, total, logit_sum, True, SMOOTHING
+                    logits, _columns(first, BLOCK, GROUP), vocabulary, maximum, total, logit_sum, True, SMOOTHING
                 )
             # exp(z - peak) / sum is a probability to the last digits; exp(z - lse) has the rounding of lse, 1e-6 where it is 20.
             peak = tl.max(maximum, axis=0)
