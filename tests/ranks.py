@@ -53,7 +53,8 @@ class Pool:
     """Processes that share one process group."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        port = free_port()
+        # Here and not in rank 0, which would have to be told a port that another process may take meanwhile
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = (
             _FORKS if backend == "gloo" else multiprocessing.get_context("spawn")
         )  # CUDA does not work after a fork
@@ -61,7 +62,8 @@ class Pool:
         self.processes = []
         for rank in range(world_size):
             own_end, child_end = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, backend, child_end), daemon=True)
+            arguments = (rank, world_size, self._store.port, backend, child_end)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             child_end.close()
             self.pipes.append(own_end)
@@ -108,7 +110,8 @@ def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     ranks = Ranks(rank=rank, world_size=world_size, device=device, group=dist.group.WORLD)
     gc.freeze()
     with suppress(EOFError, KeyboardInterrupt):
