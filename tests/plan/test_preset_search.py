@@ -173,7 +173,7 @@ def test_where_training_amplifies_rounding_a_right_change_in_bf16_may_differ_by_
     assert wrong.allowed == pytest.approx(7.66e-4, rel=0.01)
 
 
-def _difference_over(steps: int, of: Sequence[float], other: Sequence[float], most: float) -> float:
+def _allowed_over(steps: int, of: Sequence[float], other: Sequence[float], most: float) -> float:
     """What is allowed over so many steps of losses whose other precision is `other`, as a share of `most`."""
     return Reference("bf16_autocast", of, other_precision=other).allowed("bf16_autocast", steps) / most
 
@@ -181,14 +181,14 @@ def _difference_over(steps: int, of: Sequence[float], other: Sequence[float], mo
 def test_what_is_allowed_grows_with_the_difference_of_two_precisions_to_half_of_it():
     losses, base = [4.0] * 6, allowed_difference("bf16_autocast", "bf16_autocast")
     calm, wild = [4.0 + 4e-4] * 6, [4.0 + 4e-8, *[4.0 + 4e-3] * 5]
-    assert _difference_over(6, losses, calm, base) == pytest.approx(1.0)
-    assert _difference_over(1, losses, wild, base) == 1.0
+    assert _allowed_over(6, losses, calm, base) == pytest.approx(1.0)
+    assert _allowed_over(1, losses, wild, base) == 1.0
     half = difference_of(losses, wild) / 2
-    assert _difference_over(6, losses, wild, half) == pytest.approx(1.0), (
+    assert _allowed_over(6, losses, wild, half) == pytest.approx(1.0), (
         "the growth alone would allow a thousand times as much"
     )
-    assert _difference_over(6, losses, [4.0, *calm[1:]], base) < 3, "a head of zeros has the same first loss"
-    assert _difference_over(6, losses, losses, base) == 1.0
+    assert _allowed_over(6, losses, [4.0, *calm[1:]], base) < 3, "a head of zeros has the same first loss"
+    assert _allowed_over(6, losses, losses, base) == 1.0
     assert Reference("bf16", losses, other_precision=wild).allowed("bf16", 6) == base, "bf16 weights lose updates"
 
 

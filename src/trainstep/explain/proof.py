@@ -5,7 +5,7 @@
 explain/prove.py makes a proof, report/explain/proof.py shows it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,9 @@ from trainstep.plan.time.interval import Interval
 from trainstep.plan.trials import Options, Step, name_of
 
 TOGETHER, AGAIN = "all changes that helped, together", "a second time"
+BATCH = "batch_size"
+BATCH_CAUSE = "matmul_shapes"
+"""The cause whose page advises more tokens in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,20 @@ class Candidate:
     @property
     def name(self) -> str:
         return name_of(self.fields)
+
+
+def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """By falling predicted gain; then batch sizes, which the user asked for; then others without a gain; refused ones last.
+
+    A budget without room for all leaves out the last.
+    """
+
+    def order(candidate: Candidate) -> tuple[bool, bool, float]:
+        gain = candidate.gain
+        is_asked_for = gain is not None or BATCH in candidate.fields
+        return bool(candidate.refusal), not is_asked_for, -gain.time_s if gain else 0.0
+
+    return sorted(candidates, key=order)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
 from trainstep.explain.floor import changed
 from trainstep.explain.gain import predicted_gain
-from trainstep.explain.proof import AGAIN, TOGETHER, Candidate, Proof, Tried, ratio_of
+from trainstep.explain.proof import AGAIN, BATCH, BATCH_CAUSE, TOGETHER, Candidate, Proof, Tried, in_order, ratio_of
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import step_time
@@ -42,8 +42,6 @@ from trainstep.plan.trials import (
     name_of,
 )
 
-_BATCH = "batch_size"
-_BATCH_CAUSE = "matmul_shapes"  # its page advises more tokens in a batch
 _UNGRAPHED = "a CPU has no CUDA graphs: a captured step is replayed there operator by operator, and nothing is gained"
 _ALWAYS = ("batch_size", "context", "device")
 """Fields that the start's options always name, even at their defaults."""
@@ -79,7 +77,7 @@ def predictor(config: RanksConfig, calibration: Calibration | None, measured_s: 
             return None
         after = changed(config, fields, calibration)
         return predicted_gain(
-            measured_s, now, after, work=fields.get(_BATCH, config.run.batch_size) / config.run.batch_size
+            measured_s, now, after, work=fields.get(BATCH, config.run.batch_size) / config.run.batch_size
         )
 
     return predict
@@ -93,11 +91,10 @@ def candidates(
     precisions: Sequence[str] = (),
     batch_sizes: Sequence[int] = (),
 ) -> list[Candidate]:
-    """The changes to try: all that the config does not have, by falling predicted gain; then those without one; refused ones last.
+    """The changes to try: all that the config does not have, in their order.
 
-    Batch sizes, which the user asked for, come before others without a gain. The change of a finding has the finding's gain.
-    Another change for the same cause has the gain that plan predicts, or the finding's gain if plan predicts none. `precisions`,
-    `batch_sizes`: those that the user allows.
+    The change of a finding has the finding's gain. Another change for the same cause has the gain that plan predicts, or the
+    finding's gain if plan predicts none. `precisions`, `batch_sizes`: those that the user allows.
     """
     open_findings = [finding for finding in budget.findings if not finding.is_taken]
     gain_by_cause = {finding.cause: finding.gain for finding in open_findings}
@@ -106,21 +103,15 @@ def candidates(
     changes += [
         ("precision", {"precision": name}) for name in precisions if name not in named and name != config.run.precision
     ]
-    changes += [(_BATCH_CAUSE, {_BATCH: size}) for size in batch_sizes if size != config.run.batch_size]
+    changes += [(BATCH_CAUSE, {BATCH: size}) for size in batch_sizes if size != config.run.batch_size]
     all_candidates = []
     for cause, fields in changes:
         own_gain = next((finding.gain for finding in open_findings if finding.change == fields), None)
-        gain = own_gain or predict(fields) or (None if _BATCH in fields else gain_by_cause.get(cause))
+        gain = own_gain or predict(fields) or (None if BATCH in fields else gain_by_cause.get(cause))
         all_candidates.append(
             Candidate(fields=fields, cause=cause, gain=gain, refusal=_refusal(config, fields, precisions))
         )
-
-    def order(candidate: Candidate) -> tuple[bool, bool, float]:
-        gain = candidate.gain
-        is_asked_for = gain is not None or _BATCH in candidate.fields
-        return bool(candidate.refusal), not is_asked_for, -gain.time_s if gain else 0.0
-
-    return sorted(all_candidates, key=order)
+    return in_order(all_candidates)
 
 
 def _refusal(config: RanksConfig, fields: Mapping[str, Any], precisions: Sequence[str]) -> str:
@@ -259,9 +250,9 @@ class _Prover(Trials):
     def _against_start(self, name: str, fields: Mapping[str, Any]) -> Step:
         start = self.proof.start
         reference, work = None, 1.0
-        if _BATCH in fields:  # [Note: a changed loss]
-            work = fields[_BATCH] / start[_BATCH]
-            lone = {**start, _BATCH: fields[_BATCH]}
+        if BATCH in fields:  # [Note: a changed loss]
+            work = fields[BATCH] / start[BATCH]
+            lone = {**start, BATCH: fields[BATCH]}
             is_lone = len(fields) == 1
             reference = Reference("", ()) if is_lone else self.reference_like(lone, self.measured(lone))
         step, _ = self.attempt(
@@ -295,13 +286,13 @@ class _Prover(Trials):
 
     def _worth_joining(self, whole: Sequence[Tried]) -> tuple[list[Tried], list[tuple[str, str]]]:
         """Those of which a larger batch among them leaves enough, and the others with the reason."""
-        sizes = (tried.candidate.fields[_BATCH] for tried in whole if _BATCH in tried.candidate.fields)
+        sizes = (tried.candidate.fields[BATCH] for tried in whole if BATCH in tried.candidate.fields)
         size = next(sizes, None)
         if size is None:
             return list(whole), []
-        work = size / self.proof.start[_BATCH]
+        work = size / self.proof.start[BATCH]
         little = [tried for tried in whole if _saves_once(tried) and (1 - ratio_of(tried.step)) / work < _LEAST_LEFT]
-        why = f"it saves the same time in a step of any batch, less than {100 * _LEAST_LEFT:g} % with {_BATCH} {size}"
+        why = f"it saves the same time in a step of any batch, less than {100 * _LEAST_LEFT:g} % with {BATCH} {size}"
         return [tried for tried in whole if tried not in little], [(tried.candidate.name, why) for tried in little]
 
     def _joined(self) -> tuple[list[Tried], list[tuple[str, str]]]:

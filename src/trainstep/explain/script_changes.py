@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainstep.config.script import CHANGES
 from trainstep.explain.budget import Budget
-from trainstep.explain.proof import Candidate
+from trainstep.explain.proof import BATCH, BATCH_CAUSE, Candidate, in_order
 
 _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "data": ({"workers": ""},),
@@ -35,8 +35,6 @@ _LEAST_SHARE = 0.01
 """Share of the step. A proof cannot show a smaller gain."""
 _GPU_ONLY = ("copies", "pin_memory", "ops")
 _GPU_ONLY_VALUES = ({"compile": "reduce_overhead"}, {"attention": "trainstep"}, {"adamw": "trainstep"})
-_BATCH_CAUSE = "matmul_shapes"
-"""The cause whose page advises more tokens in a batch."""
 _MOST_WORKERS = 8
 PRECISIONS = CHANGES["precision"]
 """Precisions that can be applied from outside the script."""
@@ -62,10 +60,9 @@ class ScriptPlace:
 def script_candidates(
     budget: Budget, place: ScriptPlace, allowed: Sequence[str], batch_sizes: Sequence[int] = ()
 ) -> list[Candidate]:
-    """Each change once, with the first cause that it removes, by falling predicted gain; those without one, refused ones last.
+    """Each change once, with the first cause that it removes, in their order.
 
-    Batch sizes, which the user asked for, come before changes that no finding asks for: if a budget has no room for all, the last
-    are left out. `allowed`, `batch_sizes`: the precisions and batch sizes that the user allows.
+    `allowed`, `batch_sizes`: the precisions and batch sizes that the user allows.
     """
     gains = {finding.cause: finding.gain for finding in reversed(budget.findings)}
     by_fields: dict[str, Candidate] = {}
@@ -81,15 +78,9 @@ def script_candidates(
             by_fields.setdefault(str(fields), Candidate(fields=fields, cause=cause, gain=gains.get(cause), refusal=why))
 
     why = "no data loader of the script says how many sequences it reads" if place.batch_size == 0 else ""
-    for batch in ({"batch_size": size} for size in batch_sizes if size != place.batch_size):
-        by_fields[str(batch)] = Candidate(fields=batch, cause=_BATCH_CAUSE, refusal=why)
-
-    def order(candidate: Candidate) -> tuple[bool, bool, float]:
-        gain = candidate.gain
-        is_asked_for = gain is not None or "batch_size" in candidate.fields
-        return bool(candidate.refusal), not is_asked_for, -gain.time_s if gain else 0.0
-
-    return sorted(by_fields.values(), key=order)
+    for batch in ({BATCH: size} for size in batch_sizes if size != place.batch_size):
+        by_fields[str(batch)] = Candidate(fields=batch, cause=BATCH_CAUSE, refusal=why)
+    return in_order(by_fields.values())
 
 
 def _filled(change: Mapping[str, str], place: ScriptPlace) -> dict[str, str]:

@@ -36,8 +36,8 @@ wrong forward pass shows in the first, a wrong gradient or update from the secon
 change of precision does: medium's losses rose from 6.9 to 10.9 in the third step, and bf16 autocast was 1.9e-4 from fp32 in the
 first step and 2.3e-3 over ten; there torch.compile was 6e-6 and 4.7e-4 from eager bf16, other attentions 4e-5 to 1.0e-4
 (results/h200/preset_medium_flash_attn_4.jsonl). So what is allowed grows as the difference from another precision grows from the
-first step on, but at most to half of that difference, and it must hold over each number of steps, since one blown-up step would
-hide much. Where the start is in 16 bits, a trial in fp32 shows it, once losses differ.
+first step on, but at most to half of that difference. The losses of the first step, of the first two, and so on each keep to
+it, since one blown-up step would hide much. Where the start is in 16 bits, a trial in fp32 shows it, once losses differ.
 Only where weights are in fp32: bf16 weights lose updates, and so move tiny's calm losses from 1e-5 to 2.4e-3, which is no rounding.
 """
 

@@ -152,7 +152,8 @@ def launch_cross_entropy(
 def _tile(vocabulary: int) -> tuple[int, int]:
     """Logits of a row that a program takes at once, and its warps.
 
-    The longer the rows, the fewer of them are worked on at once, so that the cache holds them until they are read again.
+    The longer the rows, the fewer of them are worked on at once, so that the cache holds them until they are read again
+    (results/h200/cross_entropy_variants_again.csv).
     """
     block = 4096 if vocabulary <= 16_384 else 8192 if vocabulary <= 65_536 else 16_384
     block = min(block, max(_GROUP, triton.next_power_of_2(vocabulary)))

@@ -154,8 +154,8 @@ def _called(compiled: Callable[..., Any], late: Sequence[_Late], *inputs: Any) -
 def _copied(graph: Graph) -> Graph:
     """A copy in which each input also has the attributes that Dynamo sets and AOTAutograd needs: copying a node drops them."""
     copied = copy.deepcopy(graph)
-    for of_inputs, of_copies in zip(*(each.find_nodes(op="placeholder") for each in (graph, copied)), strict=True):
-        vars(of_copies).update({name: value for name, value in vars(of_inputs).items() if name not in vars(of_copies)})
+    for given, taken in zip(*(each.find_nodes(op="placeholder") for each in (graph, copied)), strict=True):
+        vars(taken).update({name: value for name, value in vars(given).items() if name not in vars(taken)})
     return copied
 
 

@@ -40,8 +40,6 @@ _LATER_SHARE = 0.6
 to 1.2 and 0.60 to 1.1 in three proofs of one script (results/h200/script_nano_proof_kernel.ndjson, _fused, _loss)."""
 _AROUND_S = 1.5
 """Seconds of a turn beside its timed steps: 0.3, and 2.3 to 3.6 for the last of a process, which ends in it (the same proofs)."""
-_TURN_SHARE = 0.1
-"""A turn takes about this share of the first process's time, if that says nothing of its steps."""
 _MOST_TOGETHER = 10
 _CONTEXT_BYTES = 2**30
 """GPU memory that the driver takes for a process, beside torch's memory."""
@@ -133,9 +131,8 @@ class ScriptProcesses:
         """About how many seconds another window of these options takes; the steps of a larger batch take longer."""
         if known := self._turns_of.get(self.key_of(options)):
             return median(known)
-        first_s = self._starts_s[0] if self._starts_s else _FIRST_S
-        one_s = self._steps_s + _AROUND_S if self._steps_s else _TURN_SHARE * first_s
-        return (median(self._turns_s) if self._turns_s else one_s) + self._more_s(options)
+        usual_s = median(self._turns_s) if self._turns_s else self._steps_s + _AROUND_S
+        return usual_s + self._more_s(options)
 
     def _more_s(self, options: Options) -> float:
         """About how many seconds longer the timed steps of these options take than the original's, for a larger batch."""
