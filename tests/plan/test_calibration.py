@@ -142,6 +142,15 @@ def test_a_record_becomes_speeds():
         calibration_of(a_calibration(matmuls={}))
 
 
+def test_matmuls_whose_small_ones_were_stopped_have_a_rate_and_a_wide_spread():
+    """The smaller of two took longer, which no fixed part explains."""
+    table = {"dtype": ["fp32"] * 2, "m": [16, 256], "n": [16, 256], "k": [16, 256], "batch": [1, 1]}
+    speed = calibration_of(a_calibration(matmuls={**table, "time_s": [3e-4, 2e-4]})).matmuls["fp32"]
+    assert speed.fixed_s == 0
+    assert speed.flops_per_s == pytest.approx(2 * 256**3 / 2e-4, rel=0.01)
+    assert speed.spread > 0.5
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [

@@ -99,8 +99,7 @@ def attention_speeds(rows: Sequence[Mapping[str, Any]], *, units: int) -> dict[K
             fixed_s, row_s = 0.0, 0.0
             fit = nonnegative_fit([term[2:] for term in terms], times_s)
             (flop_s,) = fit.factors
-        if flop_s > 0:
-            speeds[key] = AttentionSpeed(fixed_s=fixed_s, row_s=row_s, flops_per_s=1 / flop_s, spread=fit.spread)
+        speeds[key] = AttentionSpeed(fixed_s=fixed_s, row_s=row_s, flops_per_s=1 / flop_s, spread=fit.spread)
     return speeds
 
 

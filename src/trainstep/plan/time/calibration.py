@@ -194,10 +194,10 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
         raise ValueError(f"calibration: its record has no host's cost of {missing[0]}; measure it again")
     matmuls = {}
     for dtype, rows in _grouped(tables["matmuls"], lambda row: row["dtype"]).items():
-        works = [(1.0, matmul_work(dtype, row["m"], row["n"], row["k"], row["batch"], units)) for row in rows]
-        fit = nonnegative_fit(works, [row["time_s"] for row in rows])
-        if fit.factors[1] > 0:
-            matmuls[dtype] = MatmulSpeed(fixed_s=fit.factors[0], flops_per_s=1 / fit.factors[1], spread=fit.spread)
+        matmuls[dtype] = _speed_of_matmuls(
+            [matmul_work(dtype, row["m"], row["n"], row["k"], row["batch"], units) for row in rows],
+            [row["time_s"] for row in rows],
+        )
     traffic = {
         Kind(kind): curve_of([(row["bytes"], row["time_s"]) for row in rows])
         for kind, rows in _grouped(tables["traffic"], lambda row: row["kind"]).items()
@@ -233,6 +233,16 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
             word for rows in tables.values() for row in rows for word in _KEY.findall(row.get("source", ""))
         ),
     )
+
+
+def _speed_of_matmuls(works: Sequence[float], times_s: Sequence[float]) -> MatmulSpeed:
+    """The fit of a dtype's matmuls. Where the larger ones seem no slower (another process stopped the small ones), work alone."""
+    fit = nonnegative_fit([(1.0, work) for work in works], times_s)
+    fixed_s, flop_s = fit.factors
+    if flop_s == 0:
+        fit = nonnegative_fit([(work,) for work in works], times_s)
+        fixed_s, (flop_s,) = 0.0, fit.factors
+    return MatmulSpeed(fixed_s=fixed_s, flops_per_s=1 / flop_s, spread=fit.spread)
 
 
 _SIZES = ("m", "n", "k", "batch", "bytes", "batch_heads", "context", "head_dim", "ranks")
