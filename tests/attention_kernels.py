@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from trainstep.ops import flash_attention
-from trainstep.ops.flash_attention.launch import Problem
 from trainstep.ops.flash_attention.portable.backward import launch_backward
 from trainstep.ops.flash_attention.portable.forward import launch_forward
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic, TileConfig
+from trainstep.ops.flash_attention.problem import Problem
 from trainstep.ops.flash_attention.split.backward import launch_split_backward
 from trainstep.ops.flash_attention.split.forward import launch_split_forward
 

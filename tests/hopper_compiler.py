@@ -19,8 +19,8 @@ from hopper_hazards import hazards, opcodes
 from kernel_compiler import answer_requests, assemble
 from trainstep.ops.flash_attention.hopper import host as hopper
 from trainstep.ops.flash_attention.hopper.schedules import BackwardSchedule, BoxedKernel, ForwardSchedule
-from trainstep.ops.flash_attention.launch import CallMeta, Problem
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic
+from trainstep.ops.flash_attention.problem import CallMeta, Problem
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 

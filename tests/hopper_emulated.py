@@ -20,8 +20,8 @@ from trainstep.ops.flash_attention.hopper.schedules import (
     ForwardSchedule,
     tile_width,
 )
-from trainstep.ops.flash_attention.launch import CallMeta, Problem
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic
+from trainstep.ops.flash_attention.problem import CallMeta, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

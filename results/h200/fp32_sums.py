@@ -82,10 +82,10 @@ def errors(label: str, out: Path) -> None:
 def times(label: str, out: Path) -> None:
     import torch
 
-    from trainstep.ops.flash_attention.launch import CallMeta, Problem
     from trainstep.ops.flash_attention.portable.backward import bind_backward
     from trainstep.ops.flash_attention.portable.forward import bind_forward
     from trainstep.ops.flash_attention.portable.tiles import Arithmetic
+    from trainstep.ops.flash_attention.problem import CallMeta, Problem
 
     for batch, heads, positions, head_dim, causal in TIME_SHAPES:
         torch.manual_seed(0)

@@ -13,15 +13,15 @@ from trainstep.config.attention import AttentionConfig
 from trainstep.measure.attention.peers import attend_named, own_tiles, why_refused
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.ops import reference
-from trainstep.ops.flash_attention import launch
-from trainstep.ops.flash_attention.launch import Device
+from trainstep.ops.flash_attention import problem
+from trainstep.ops.flash_attention.problem import Device
 
 ON_A_GPU = {"device": "cuda", "dtype": "bf16"}
 
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "device_of", lambda device: Device("sm_90", 232_448))
+    monkeypatch.setattr(problem, "device_of", lambda device: Device("sm_90", 232_448))
 
 
 @pytest.mark.usefixtures("h100")

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainstep.config.attention import AttentionTilesConfig
 from trainstep.measure.harness.workload import Findings, Stage
 from trainstep.ops import reference
-from trainstep.ops.flash_attention.launch import BoundKernel, CallMeta, Problem, tile_problem
+from trainstep.ops.direct_launch import BoundKernel
 from trainstep.ops.flash_attention.portable.tiles import (
     MOST_PART_ROWS,
     Arithmetic,
@@ -26,6 +26,7 @@ from trainstep.ops.flash_attention.portable.tiles import (
     TileProblem,
     choose_row,
 )
+from trainstep.ops.flash_attention.problem import CallMeta, Problem, tile_problem
 from trainstep.ops.reference import allowed_error, largest_error
 from trainstep.records.facts import Fact, facts_of
 from trainstep.training.precision import DTYPES, float32_matmuls

@@ -14,8 +14,8 @@ from trainstep.config.attention import PACKAGES, TILE_FIELDS, AttentionConfig
 from trainstep.measure.harness.failures import refused
 from trainstep.ops import reference
 from trainstep.ops.flash_attention import Tiles, flash_attention
-from trainstep.ops.flash_attention.launch import tile_problem
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic, KernelPass, TileConfig, choose_row, why_illegal
+from trainstep.ops.flash_attention.problem import tile_problem
 from trainstep.training.attention import Attention, PackagedAttention, flash_attn_func, flex_attention, sdpa_on
 
 _REFUSALS = {"trainstep": (ValueError,), "flash_attn_4": (AssertionError, NotImplementedError)}

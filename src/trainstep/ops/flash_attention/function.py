@@ -30,8 +30,8 @@ from trainstep.ops.flash_attention.choice import (
     check_tensors,
     why_never_hopper,
 )
-from trainstep.ops.flash_attention.launch import Problem
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic, Tiles
+from trainstep.ops.flash_attention.problem import Problem
 from trainstep.spans import span
 
 try:

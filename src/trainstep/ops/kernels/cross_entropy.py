@@ -1,9 +1,13 @@
 """The kernel of cross-entropy on a chunk of logits, which it may replace by their gradient."""
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, USUAL_STAGES, BoundKernel
 from trainstep.ops.operators import on_device
 
 _GROUP = 8
@@ -139,14 +143,39 @@ def launch_cross_entropy(
     gradient: bool,
 ) -> None:
     """Write loss and lse of each row, fp32 (rows,), and with `gradient` replace the logits (rows, V) by `scale` times theirs."""
-    rows, vocabulary = logits.shape
-    block, warps = _tile(vocabulary)
-    if rows:
+    if len(logits):
+        kernel = _bound(
+            logits.shape, logits.stride(0), ignore_index, float(smoothing), float(z_loss), has_lse, gradient,
+            logits.dtype, logits.device,
+        )  # fmt: skip
         with on_device(logits.device):
-            cross_entropy_kernel[(rows,)](
-                logits, targets, loss, lse, scale, vocabulary, logits.stride(0), ignore_index, float(smoothing), float(z_loss),
-                HAS_LSE=has_lse, GRADIENT=gradient, SMOOTHING=smoothing > 0, BLOCK=block, GROUP=_GROUP, num_warps=warps,
-            )  # fmt: skip
+            kernel(logits, targets, loss, lse, scale)
+
+
+@functools.lru_cache(PROBLEMS_KEPT)
+def _bound(
+    shape: torch.Size,
+    row_stride: int,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    has_lse: bool,
+    gradient: bool,
+    _dtype: torch.dtype,
+    _device: torch.device,
+) -> BoundKernel:
+    """The kernel for logits of this dtype on this device, each of which has a compiled kernel of its own."""
+    rows, vocabulary = shape
+    block, warps = _tile(vocabulary)
+    arguments = {
+        "vocabulary": vocabulary,
+        "row_stride": row_stride,
+        "ignore_index": ignore_index,
+        "smoothing": smoothing,
+    }
+    arguments |= {"z_loss": z_loss, "HAS_LSE": has_lse, "GRADIENT": gradient, "SMOOTHING": smoothing > 0}
+    arguments |= {"BLOCK": block, "GROUP": _GROUP}
+    return BoundKernel(cross_entropy_kernel, rows, arguments, num_warps=warps, num_stages=USUAL_STAGES)
 
 
 def _tile(vocabulary: int) -> tuple[int, int]:
@@ -163,5 +192,13 @@ def _tile(vocabulary: int) -> tuple[int, int]:
 def launch_scale(x: Tensor, factor: Tensor) -> None:
     """Multiply x, which has no gaps, in place by a factor on its device, fp32 ()."""
     if x.numel():
+        kernel = _bound_scale(x.numel(), x.dtype, x.device)
         with on_device(x.device):
-            scale_kernel[(triton.cdiv(x.numel(), _SCALE_BLOCK),)](x, factor, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)
+            kernel(x, factor)
+
+
+@functools.lru_cache(PROBLEMS_KEPT)
+def _bound_scale(elements: int, _dtype: torch.dtype, _device: torch.device) -> BoundKernel:
+    arguments = {"elements": elements, "BLOCK": _SCALE_BLOCK}
+    programs = triton.cdiv(elements, _SCALE_BLOCK)
+    return BoundKernel(scale_kernel, programs, arguments, num_warps=8, num_stages=USUAL_STAGES)

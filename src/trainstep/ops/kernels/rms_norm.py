@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, USUAL_STAGES, BoundKernel
 from trainstep.ops.operators import on_device
 
 WIDEST = 16_384
@@ -102,37 +103,68 @@ def launch_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y in `dtype`, h (x itself without a residual) and 1 / rms (rows,) in fp32, of (..., C) tensors without gaps."""
-    width = x.shape[-1]
+    width, device = x.shape[-1], x.device
     rows = x.numel() // width
+    add = residual is not None
     h = x if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    residual = x if residual is None else residual
     y, inverse_rms = x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
-    tile_rows, tile_width, warps = _tile(width)
-    with on_device(x.device):
-        rms_norm_kernel[(max(1, triton.cdiv(rows, tile_rows)),)](
-            x, x if residual is None else residual, weight, h, y, inverse_rms, rows, width, eps,
-            ADD=residual is not None, ROWS=tile_rows, WIDTH=tile_width, num_warps=warps,
-        )  # fmt: skip
+    kernel = _bound_forward(rows, width, eps, add, (x.dtype, residual.dtype, weight.dtype, dtype), device)
+    with on_device(device):
+        kernel(x, residual, weight, h, y, inverse_rms)
     return y, h, inverse_rms
+
+
+@functools.lru_cache(PROBLEMS_KEPT)
+def _bound_forward(
+    rows: int, width: int, eps: float, add: bool, _dtypes: tuple[torch.dtype, ...], _device: torch.device
+) -> BoundKernel:
+    """The kernel for tensors of these dtypes on this device, each of which has a compiled kernel of its own."""
+    tile_rows, columns, warps = _tile(width)
+    arguments = {"rows": rows, "width": width, "eps": eps, "ADD": add, "ROWS": tile_rows, "WIDTH": columns}
+    programs = max(1, triton.cdiv(rows, tile_rows))
+    return BoundKernel(rms_norm_kernel, programs, arguments, num_warps=warps, num_stages=USUAL_STAGES)
 
 
 def launch_rms_norm_backward(
     dy: Tensor, dsum: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """dh in h's dtype and dweight in the weight's, of (..., C) tensors without gaps."""
-    width = h.shape[-1]
-    rows = h.numel() // width
-    dh = h.new_empty(h.shape)
-    tile = backward_tile(width, rows, h.device, is_16_bit=h.itemsize == dy.itemsize == 2)
-    sums, dweight = h.new_empty(tile.programs, width, dtype=torch.float32), weight.new_empty(width)
-    with on_device(h.device):
-        rms_norm_backward_kernel[(tile.programs,)](
-            dy, dy if dsum is None else dsum, h, weight, inverse_rms, dh, sums, rows, width,
-            ADD=dsum is not None, STAGES=tile.stages, ROWS=tile.rows, WIDTH=tile.columns, num_warps=tile.warps,
-        )  # fmt: skip
-        rms_norm_weight_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
-            sums, dweight, tile.programs, width, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=4
-        )
+    width, device = h.shape[-1], h.device
+    add = dsum is not None
+    dsum = dy if dsum is None else dsum
+    dtypes = (dy.dtype, dsum.dtype, h.dtype, weight.dtype)
+    programs, rows_kernel, weight_kernel = _bound_backward(h.numel() // width, width, add, dtypes, device)
+    dh, dweight = h.new_empty(h.shape), weight.new_empty(width)
+    sums = h.new_empty(programs, width, dtype=torch.float32)
+    with on_device(device):
+        rows_kernel(dy, dsum, h, weight, inverse_rms, dh, sums)
+        weight_kernel(sums, dweight)
     return dh, dweight
+
+
+@functools.lru_cache(PROBLEMS_KEPT)
+def _bound_backward(
+    rows: int, width: int, add: bool, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> tuple[int, BoundKernel, BoundKernel]:
+    """Rows of the table of sums, the kernel that writes it, and the kernel that adds them."""
+    dy_dtype, _, h_dtype, _ = dtypes
+    tile = backward_tile(width, rows, device, is_16_bit=h_dtype.itemsize == dy_dtype.itemsize == 2)
+    arguments = {
+        "rows": rows,
+        "width": width,
+        "ADD": add,
+        "STAGES": tile.stages,
+        "ROWS": tile.rows,
+        "WIDTH": tile.columns,
+    }
+    sum_arguments = {"rows": tile.programs, "width": width, "ROWS": _SUMMED_ROWS, "COLUMNS": _SUMMED_COLUMNS}
+    blocks = triton.cdiv(width, _SUMMED_COLUMNS)
+    return (
+        tile.programs,
+        BoundKernel(rms_norm_backward_kernel, tile.programs, arguments, num_warps=tile.warps, num_stages=USUAL_STAGES),
+        BoundKernel(rms_norm_weight_kernel, blocks, sum_arguments, num_warps=4, num_stages=USUAL_STAGES),
+    )
 
 
 class BackwardTile(NamedTuple):

@@ -4,6 +4,7 @@ A program takes one position of one batch element, in one of q, k and v, with al
 those of v. Source and target are given by their strides, so that one kernel splits, joins and rotates without either.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, USUAL_STAGES, BoundKernel
 from trainstep.ops.operators import on_device
 
 _TILE = 2048
@@ -108,20 +110,41 @@ def launch_rotary(
 
     cos and sin: (S, D / 2), or (B, S, D / 2) if they differ by batch element, without gaps.
     """
-    batch, heads, positions, width = sources[0].shape
-    if batch * positions == 0 or width == 0:
+    (q, k, *_), (q_target, k_target, *_) = sources, targets
+    if q.numel() == 0:
         return
-    pairs = [*zip(sources, targets, strict=True)]
-    (q, q_target), (k, k_target), (v, v_target) = (*pairs, pairs[1]) if len(pairs) == 2 else pairs
-    half = triton.next_power_of_2(width // 2)
-    strides = [x.stride(axis) for x in (q, k, v, q_target, k_target, v_target) for axis in (0, 2, 1)]
+    v, v_target = (k, k_target) if len(sources) == 2 else (sources[2], targets[2])
+    tensors = (q, k, v, q_target, k_target, v_target, cos, sin)
+    kernel = _bound(
+        len(sources), q.shape, k.shape[1], interleaved, inverse,
+        tuple([x.stride() for x in tensors]), tuple([x.dtype for x in tensors]), q.device,
+    )  # fmt: skip
     with on_device(q.device):
-        rotary_kernel[(batch * positions, len(pairs))](
-            q, k, v, q_target, k_target, v_target, cos, sin, positions, heads, k.shape[1],
-            *strides, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2),
-            INTERLEAVED=interleaved, INVERSE=inverse, HEAD_DIM=width, HEADS=max(1, _TILE // (2 * half)), HALF=half,
-            num_warps=_WARPS,
-        )  # fmt: skip
+        kernel(*tensors)
+
+
+@functools.lru_cache(PROBLEMS_KEPT)
+def _bound(
+    parts: int,
+    shape: torch.Size,
+    key_heads: int,
+    interleaved: bool,
+    inverse: bool,
+    strides: tuple[tuple[int, ...], ...],
+    _dtypes: tuple[torch.dtype, ...],
+    _device: torch.device,
+) -> BoundKernel:
+    """The kernel for `parts` of q, k and v, whose strides and targets' strides come first, and then those of cos and sin."""
+    batch, heads, positions, width = shape
+    half = triton.next_power_of_2(width // 2)
+    *of_parts, table, _ = strides
+    arguments = {"positions": positions, "heads": heads, "key_heads": key_heads}
+    for name, stride in zip(("q", "k", "v", "q_target", "k_target", "v_target"), of_parts, strict=True):
+        arguments |= {f"{name}_batch": stride[0], f"{name}_position": stride[2], f"{name}_head": stride[1]}
+    arguments |= {"table_batch": table[0] if len(table) == 3 else 0, "table_position": table[-2]}
+    arguments |= {"INTERLEAVED": interleaved, "INVERSE": inverse, "HEAD_DIM": width, "HALF": half}
+    arguments |= {"HEADS": max(1, _TILE // (2 * half))}
+    return BoundKernel(rotary_kernel, (batch * positions, parts), arguments, num_warps=_WARPS, num_stages=USUAL_STAGES)
 
 
 def empty_heads(like: Tensor, batch: int, heads: int, positions: int, width: int) -> Tensor:

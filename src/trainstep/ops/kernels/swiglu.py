@@ -1,9 +1,13 @@
 """Kernels of SwiGLU's element-wise part. Gate and up may lie side by side in one tensor, as one matmul makes them."""
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, USUAL_STAGES, BoundKernel
 from trainstep.ops.operators import on_device
 
 _BLOCK = 2048
@@ -55,12 +59,21 @@ def launch_swiglu(gate: Tensor, up: Tensor, row_stride: int) -> Tensor:
     """y (..., F), without gaps, of gate and up (..., F), whose rows are `row_stride` elements apart."""
     y = gate.new_empty(gate.shape)
     if y.numel():
+        kernel = _bound_forward(y.numel(), y.shape[-1], row_stride, y.dtype, y.device)
         with on_device(y.device):
-            rows, blocks = _grid(y)
-            swiglu_kernel[(rows * blocks,)](
-                gate, up, y, y.shape[-1], row_stride, blocks, BLOCK=_BLOCK, num_warps=_FORWARD_WARPS
-            )
+            kernel(gate, up, y)
     return y
+
+
+@functools.lru_cache(PROBLEMS_KEPT)
+def _bound_forward(
+    elements: int, width: int, row_stride: int, _dtype: torch.dtype, _device: torch.device
+) -> BoundKernel:
+    """The kernel for tensors of this dtype on this device, each of which has a compiled kernel of its own."""
+    blocks = triton.cdiv(width, _BLOCK)
+    arguments = {"width": width, "row_stride": row_stride, "blocks": blocks, "BLOCK": _BLOCK}
+    programs = elements // width * blocks
+    return BoundKernel(swiglu_kernel, programs, arguments, num_warps=_FORWARD_WARPS, num_stages=USUAL_STAGES)
 
 
 def launch_swiglu_backward(
@@ -68,14 +81,16 @@ def launch_swiglu_backward(
 ) -> None:
     """Write the gradients of gate and up, and into y, if it is given, the result of forward. dy and y have no gaps."""
     if dy.numel():
+        dtypes = (dy.dtype, gate.dtype)
+        kernel = _bound_backward(dy.numel(), dy.shape[-1], row_stride, y is not None, dtypes, dy.device)
         with on_device(dy.device):
-            swiglu_backward_kernel[_grid(dy)](
-                dy, gate, up, dgate, dup, dy if y is None else y, dy.shape[-1], row_stride,
-                BLOCK=_BLOCK, WRITE_Y=y is not None, num_warps=_BACKWARD_WARPS,
-            )  # fmt: skip
+            kernel(dy, gate, up, dgate, dup, dy if y is None else y)
 
 
-def _grid(y: Tensor) -> tuple[int, int]:
-    """Rows, and blocks of a row."""
-    width = y.shape[-1]
-    return y.numel() // width, triton.cdiv(width, _BLOCK)
+@functools.lru_cache(PROBLEMS_KEPT)
+def _bound_backward(
+    elements: int, width: int, row_stride: int, write_y: bool, _dtypes: tuple[torch.dtype, ...], _device: torch.device
+) -> BoundKernel:
+    arguments = {"width": width, "row_stride": row_stride, "BLOCK": _BLOCK, "WRITE_Y": write_y}
+    grid = (elements // width, triton.cdiv(width, _BLOCK))
+    return BoundKernel(swiglu_backward_kernel, grid, arguments, num_warps=_BACKWARD_WARPS, num_stages=USUAL_STAGES)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 hopper = pytest.importorskip("trainstep.ops.flash_attention.hopper.host")
 
-from trainstep.ops.flash_attention.launch import CallMeta, Device, Problem  # noqa: E402  after what may be missing
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic  # noqa: E402
+from trainstep.ops.flash_attention.problem import CallMeta, Device, Problem  # noqa: E402  after what may be missing
 
 PROBLEM = Problem(0.125, True, False, Arithmetic.HALF)
 

@@ -10,8 +10,8 @@ from hopper_emulated import out_of_pieces, rows, unwritten
 from interpreter import in_the_interpreter
 from trainstep.ops.flash_attention.hopper import host as hopper
 from trainstep.ops.flash_attention.hopper.schedules import BACKWARD, WIDTHS, tile_width
-from trainstep.ops.flash_attention.launch import CallMeta, Problem
 from trainstep.ops.flash_attention.portable.tiles import Arithmetic
+from trainstep.ops.flash_attention.problem import CallMeta, Problem
 
 SCALE = 0.125
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_in_the_interpreter runs it")

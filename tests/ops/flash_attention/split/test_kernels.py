@@ -10,7 +10,7 @@ from torch import Tensor
 from attention_cases import Case, check, random_case
 from trainstep.ops import flash_attention
 from trainstep.ops.flash_attention import Tiles
-from trainstep.ops.flash_attention.launch import CallMeta
+from trainstep.ops.flash_attention.problem import CallMeta
 
 pytest.importorskip("triton")
 from attention_kernels import DEVICE, INTERPRETED, RUNNABLE, SMALL

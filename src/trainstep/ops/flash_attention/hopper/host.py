@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, BoundKernel
 from trainstep.ops.flash_attention.hopper.backward import hopper_gradients_kernel
 from trainstep.ops.flash_attention.hopper.forward import hopper_forward_kernel
 from trainstep.ops.flash_attention.hopper.parts import hopper_cast_kernel, hopper_rows_kernel
@@ -37,16 +38,8 @@ from trainstep.ops.flash_attention.hopper.schedules import (
     tile_width,
     work_order,
 )
-from trainstep.ops.flash_attention.launch import (
-    PROBLEMS_KEPT,
-    BoundKernel,
-    CallMeta,
-    Problem,
-    Stride,
-    device_of,
-    strides,
-)
 from trainstep.ops.flash_attention.portable.forward import LOG2_E
+from trainstep.ops.flash_attention.problem import CallMeta, Problem, Stride, device_of, strides
 
 ROWS_BLOCK_Q = 64
 """Queries per program of hopper_rows_kernel."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trainstep.ops.flash_attention.launch import described_starter, hooks_listen
+from trainstep.ops.direct_launch import described_starter, hooks_listen
 
 SHARED_MEMORY_BYTES = 232_448
 """Shared memory of a program on Hopper at most."""

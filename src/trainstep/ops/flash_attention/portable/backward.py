@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, CallMeta, Problem, strides, tile_problem
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, BoundKernel
 from trainstep.ops.flash_attention.portable.forward import LOG2_E
 from trainstep.ops.flash_attention.portable.tile_access import (
     ROWS_PER_SUM,
@@ -26,6 +26,7 @@ from trainstep.ops.flash_attention.portable.tile_access import (
     store_tile,
 )
 from trainstep.ops.flash_attention.portable.tiles import KernelPass, TileConfig, choose_row, padded
+from trainstep.ops.flash_attention.problem import CallMeta, Problem, strides, tile_problem
 
 DELTA_BLOCK_Q = 64
 

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, BoundKernel, CallMeta, Problem, strides, tile_problem
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, BoundKernel
 from trainstep.ops.flash_attention.portable.tile_access import SIZES, add_product, load_tile, program_tile, store_tile
 from trainstep.ops.flash_attention.portable.tiles import KernelPass, TileConfig, choose_row, padded
+from trainstep.ops.flash_attention.problem import CallMeta, Problem, strides, tile_problem
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)

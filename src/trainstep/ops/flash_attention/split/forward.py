@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.flash_attention.launch import PROBLEMS_KEPT, CallMeta, Problem, strides, tile_problem
+from trainstep.ops.direct_launch import PROBLEMS_KEPT
 from trainstep.ops.flash_attention.portable.forward import LN_2, LOG2_E
 from trainstep.ops.flash_attention.portable.tile_access import program_tile, store_tile
 from trainstep.ops.flash_attention.portable.tiles import KernelPass, TileConfig, choose_row, padded
+from trainstep.ops.flash_attention.problem import CallMeta, Problem, strides, tile_problem
 from trainstep.ops.flash_attention.split.parts import (
     PART_EXPONENT,
     SPLIT_SIZES,

@@ -48,9 +48,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainstep.ops.flash_attention.launch import BoundKernel, CallMeta, strides
+from trainstep.ops.direct_launch import BoundKernel
 from trainstep.ops.flash_attention.portable.tile_access import SIZES, load_tile
 from trainstep.ops.flash_attention.portable.tiles import padded
+from trainstep.ops.flash_attention.problem import CallMeta, strides
 
 SPLIT_SIZES = (*SIZES, "query_tiles", "key_tiles", "padded_queries", "padded_keys")
 PART_EXPONENT: tl.constexpr = tl.constexpr(14)

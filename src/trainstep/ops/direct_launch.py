@@ -2,21 +2,20 @@
 
 Triton's own launch binds and specialises every argument on every call, which takes about as long as a short kernel runs. Here only
 the first call of a shape does that; later calls, with tensors aligned to 16 bytes, start the compiled kernel directly (`starter`).
+An op keeps a BoundKernel for each shape, dtype and device: functools.lru_cache(PROBLEMS_KEPT) on the function that makes it.
 """
 
 import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from functools import reduce
 from itertools import chain
 from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from trainstep.ops.flash_attention.portable.tiles import Arithmetic, KernelPass, TileProblem
 
 try:
     from triton import knobs
@@ -27,106 +26,31 @@ PROBLEMS_KEPT = 1024
 """Number of shapes whose launches are kept; the least recently used is dropped first."""
 DESCRIPTORS_KEPT, LAUNCHES_KEPT = 16_384, 4096
 """For all kernels together, about 1 KB each; the least recently used is dropped first."""
+USUAL_STAGES = 3
+"""Triton's own `num_stages`, which kernels have whose loops were measured with it."""
 _UNFAMILIAR = (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)
 """Errors from inspecting the launcher of another version of Triton."""
 Grid = tuple[int, int, int]
-Stride = tuple[int, ...]
-
-
-class Problem(NamedTuple):
-    """A call's settings: everything but its tensors."""
-
-    scale: float
-    causal: bool
-    bottom_right: bool
-    arithmetic: Arithmetic
-
-    def offset(self, queries: int, keys: int) -> int:
-        """The offset of a causal mask: query i sees keys 0..i + offset."""
-        return keys - queries if self.bottom_right else 0
-
-
-class CallMeta(NamedTuple):
-    """Shapes, dtype, device and strides of a call's tensors: with its Problem all that a launch depends on.
-
-    v has k's shape; outputs and gradients have the layout of torch.empty_like.
-    """
-
-    q_shape: torch.Size
-    """(B, H, S, D)."""
-    k_shape: torch.Size
-    """(B, G, S', D)."""
-    dtype: torch.dtype
-    device: torch.device
-    q_stride: Stride
-    k_stride: Stride
-    v_stride: Stride
-    do_stride: Stride = ()
-    """Only for backward, like o_stride."""
-    o_stride: Stride = ()
-
-    @classmethod
-    def forward(cls, q: Tensor, k: Tensor, v: Tensor) -> "CallMeta":
-        # Written out, since it runs at every call: a loop would double its host time.
-        return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride())
-
-    @classmethod
-    def backward(cls, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> "CallMeta":
-        return cls(q.shape, k.shape, q.dtype, q.device, q.stride(), k.stride(), v.stride(), do.stride(), o.stride())
-
-    @property
-    def like_q(self) -> Stride:
-        """The stride of the output and of dq."""
-        return _stride_like(self.q_shape, self.q_stride)
-
-    @property
-    def like_k(self) -> Stride:
-        """The stride of dk."""
-        return _stride_like(self.k_shape, self.k_stride)
-
-    @property
-    def like_v(self) -> Stride:
-        """The stride of dv."""
-        return _stride_like(self.k_shape, self.v_stride)
-
-
-def _stride_like(shape: torch.Size, stride: Stride) -> Stride:
-    """The stride of torch.empty_like's result."""
-    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
-
-
-class Device(NamedTuple):
-    """The properties of a GPU on which the choice of tiles depends."""
-
-    architecture: str
-    shared_memory_bytes: int
-
-
-@cache
-def device_of(device: torch.device) -> Device:
-    """The properties of a GPU. For a CPU, where kernels run in Triton's interpreter: the least that any GPU has."""
-    if device.type != "cuda":
-        return Device("any", 65_536)
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return Device(str(properties.gcnArchName).split(":")[0], 65_536)
-    return Device(f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
-
-
-def tile_problem(pass_: KernelPass, head_dim: int, arithmetic: Arithmetic, device: torch.device) -> TileProblem:
-    """The problem for which the tile of this kernel on this device is chosen."""
-    return TileProblem(pass_=pass_, head_dim=head_dim, arithmetic=arithmetic, **device_of(device)._asdict())
 
 
 class BoundKernel:
-    """A kernel with its grid and every argument that is not a tensor."""
+    """A kernel with its grid and every argument that is not a tensor, for tensors of the same dtypes at each launch.
+
+    `programs`: of a grid of one dimension, or a pair of numbers for two.
+    """
 
     def __init__(
-        self, kernel: Any, programs: int, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 1
+        self,
+        kernel: Any,
+        programs: int | tuple[int, int],
+        arguments: dict[str, Any],
+        *,
+        num_warps: int,
+        num_stages: int = 1,
     ) -> None:
         names = kernel.arg_names
         self._kernel = kernel
-        self._grid = (programs, 1, 1)
+        self._grid: Grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         self._arguments = tuple(arguments[name] for name in names[len(names) - len(arguments) :])
         self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         self._start: Callable[..., None] | None = None
@@ -143,11 +67,6 @@ class BoundKernel:
         self.compiled = self._kernel[self._grid](*descriptors, *tensors, *self._arguments, **self._options)
         if aligned and self.compiled is not None:  # the interpreter compiles nothing
             self._start = starter(self.compiled, self._grid, tensors[0].device, self._arguments)
-
-
-def strides(**by_letter: Stride) -> dict[str, int]:
-    """Arguments stride_<letter>b, h and s from (batch, head, position, 1) strides."""
-    return {f"stride_{letter}{axis}": stride[i] for letter, stride in by_letter.items() for i, axis in enumerate("bhs")}
 
 
 # Direct launches, below the Python that Triton's launcher runs at each launch.

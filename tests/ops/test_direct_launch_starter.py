@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 hopper_boxes = pytest.importorskip("trainstep.ops.flash_attention.hopper.schedules")
 nvidia_driver = pytest.importorskip("triton.backends.nvidia.driver")
 
-from trainstep.ops.flash_attention.launch import described_starter, starter  # noqa: E402  needs triton
+from trainstep.ops.direct_launch import described_starter, starter  # noqa: E402  needs triton
 
 GRID, STREAM, DEVICE = (7, 1, 1), 77, torch.device("cpu")
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [1, 1, 8, 64], "fp4_padded": False}
