@@ -13,16 +13,12 @@ import torch._dynamo.utils as dynamo
 from trainstep.measure.harness.workload import compilation_facts, use_compile_cache
 
 CODE = """
-import dataclasses, json
-from trainstep.config.model import size
-from trainstep.config.run import RunConfig
+import json, torch
 from trainstep.measure.harness.workload import compilation_facts, use_compile_cache
-from trainstep.training.build import build_step
 if {cold!r}:
     use_compile_cache({cold!r})
-model = dataclasses.replace(size("tiny"), layers=1, d_model=16, d_ff=32)
-assembly = build_step(RunConfig(model=model, batch_size=1, context=4, compile="model"))
-assembly.step(assembly.micro_batches(0))
+layer = torch.nn.Linear(4, 4)
+torch.compile(lambda x: layer(x).sin().sum())(torch.ones(2, 4)).backward()
 print(json.dumps({{name: fact.value for name, fact in compilation_facts().items()}}))
 """
 
