@@ -196,6 +196,7 @@ class Launch:
                 SCALED=scale is not None,
                 MAY_SKIP=found_inf is not None,
                 num_warps=WARPS,
+                enable_fp_fusion=True,  # what was measured; Triton 3.10 will not fuse unless it is asked to
             )
 
     def _tables_of(self, operands: Operands, device: torch.device, capturing: bool) -> "_Tables":

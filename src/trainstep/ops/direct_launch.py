@@ -52,6 +52,7 @@ class BoundKernel:
         self._kernel = kernel
         self._grid: Grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         self._arguments = tuple(arguments[name] for name in names[len(names) - len(arguments) :])
+        # Triton 3.10 will not fuse multiplications with additions unless it is asked to, as it warns.
         self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         self._start: Callable[..., None] | None = None
         self.compiled: Any = None

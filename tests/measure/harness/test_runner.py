@@ -95,7 +95,8 @@ def test_a_build_that_returns_twice_is_a_crash(run_cell: Run):
 @pytest.mark.parametrize("then", ["nothing", "abort", "hang"])
 def test_a_cold_compile_has_an_empty_cache_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run = open_run(planted(act="compile", then=then, cold_compile=True), Limits(timeout_s=2.5), silent)
+    limits = Limits(timeout_s=2.5 if then == "hang" else 60.0)
+    run = open_run(planted(act="compile", then=then, cold_compile=True), limits, silent)
     record, _ = run_alone(run)
     assert (record.failure is None) == (then == "nothing")
     if then == "nothing":

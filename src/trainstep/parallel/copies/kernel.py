@@ -16,7 +16,7 @@ def add_up_on_gpu(own: Tensor, slots: Tensor, into: Tensor, scale: float, also: 
         blocks = triton.cdiv(numel, _BLOCK)
         add_up_kernel[(min(blocks, _PROGRAMS),)](
             own, slots, into, into if also is None else also, numel, slots.stride(0), scale,
-            SLOTS=slots.shape[0], ALSO=also is not None, BLOCK=_BLOCK, num_warps=8,
+            SLOTS=slots.shape[0], ALSO=also is not None, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
 
 
