@@ -1,10 +1,10 @@
-"""What the host pays for both passes of a fused op, launches included, beside a GPU that is pretended.
+"""What the host pays for both passes of a fused op, launches included, with a driver that does nothing.
 
     python results/cpu/launch_cost.py 3 src OTHER_CHECKOUT/src > results/cpu/launch_cost.csv
 
 Triton compiles for sm_90 and binds and launches as ever; only the C function that would call the driver does nothing. Tensors lie
-on the CPU, so allocations and the hop to autograd's thread are missing. A line: checkout, op, launches, microseconds of a call in
-each of 15 turns of 200 calls. Checkouts take turns, each in a process of its own.
+on the CPU, so the CPU's allocator replaces CUDA's, and the hop to autograd's thread is missing. A line: commit, op, launches,
+microseconds of a call in each of 15 turns of 200 calls. Checkouts take turns, each in a process of its own.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Fused ops bind a kernel once for its shapes, dtypes and settings, and then start it directly."""
 
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,10 +31,11 @@ def norm_backward(rows: int = 4, dtype: torch.dtype = BF16, add: bool = False) -
 
 
 def rotate(
-    heads: int = 2, dtype: torch.dtype = BF16, inverse: bool = False, interleaved: bool = True, by_batch: bool = False
-) -> None:
-    q, table = of(2, heads, 4, 16, dtype=dtype), of(*(2, 4, 8) if by_batch else (4, 8))
-    rotary.launch_rotary([q, q], [q, q], table, table, interleaved=interleaved, inverse=inverse)
+    heads: int = 2, dtype: torch.dtype = BF16, inverse: bool = False, interleaved: bool = True, by_batch: bool = False,
+    gap: int = 0, parts: int = 2,
+) -> None:  # fmt: skip
+    q, table = of(2, heads, 4, 16 + gap, dtype=dtype)[..., :16], of(*(2, 4, 8) if by_batch else (4, 8))
+    rotary.launch_rotary([q] * parts, [q] * parts, table, table, interleaved=interleaved, inverse=inverse)
 
 
 def gate(rows: int = 4, dtype: torch.dtype = BF16, stride: int = 64) -> None:
@@ -57,43 +57,64 @@ def scale(elements: int = 64, dtype: torch.dtype = BF16) -> None:
     cross_entropy.launch_scale(of(elements, dtype=dtype), of(1, dtype=torch.float32))
 
 
-CASES: list[tuple[ModuleType, str, Launch, list[dict[str, Any]]]] = [
-    (rms_norm, "rms_norm_kernel", norm, [{"rows": 5}, {"dtype": FP16}, {"eps": 1e-6}, {"add": True}]),
-    (rms_norm, "rms_norm_backward_kernel", norm_backward, [{"rows": 5}, {"dtype": FP16}, {"add": True}]),
-    (rms_norm, "rms_norm_weight_kernel", norm_backward, [{"rows": 5}, {"dtype": FP16}]),
+CASES: list[tuple[str, Launch, list[dict[str, Any]]]] = [
+    ("rms_norm_kernel", norm, [{"rows": 5}, {"dtype": FP16}, {"eps": 1e-6}, {"add": True}]),
+    ("rms_norm_backward_kernel", norm_backward, [{"rows": 5}, {"dtype": FP16}, {"add": True}]),
+    ("rms_norm_weight_kernel", norm_backward, [{"rows": 5}, {"dtype": FP16}]),
     (
-        rotary,
         "rotary_kernel",
         rotate,
-        [{"heads": 3}, {"dtype": FP16}, {"inverse": True}, {"interleaved": False}, {"by_batch": True}],
+        [
+            {"heads": 3},
+            {"dtype": FP16},
+            {"inverse": True},
+            {"interleaved": False},
+            {"by_batch": True},
+            {"gap": 16},
+            {"parts": 3},
+        ],
     ),
-    (swiglu, "swiglu_kernel", gate, [{"rows": 5}, {"dtype": FP16}, {"stride": 128}]),
-    (swiglu, "swiglu_backward_kernel", gate_backward, [{"rows": 5}, {"dtype": FP16}, {"write_y": True}]),
+    ("swiglu_kernel", gate, [{"rows": 5}, {"dtype": FP16}, {"stride": 128}]),
+    ("swiglu_backward_kernel", gate_backward, [{"rows": 5}, {"dtype": FP16}, {"write_y": True}]),
     (
-        cross_entropy,
         "cross_entropy_kernel",
         loss,
-        [{"rows": 5}, {"dtype": FP16}, {"smoothing": 0.1}, {"z_loss": 0.1}, {"ignore_index": 0}, {"has_lse": True}],
+        [
+            {"rows": 5},
+            {"dtype": FP16},
+            {"smoothing": 0.1},
+            {"z_loss": 0.1},
+            {"ignore_index": 0},
+            {"has_lse": True},
+            {"gradient": False},
+        ],
     ),
-    (cross_entropy, "scale_kernel", scale, [{"elements": 128}, {"dtype": FP16}]),
+    ("scale_kernel", scale, [{"elements": 128}, {"dtype": FP16}]),
 ]
 
 
 @pytest.fixture(autouse=True)
-def on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, FakeKernel]]:
+    """All these kernels by name, on a pretended GPU; nothing bound before or meanwhile is known to other tests."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 77, raising=False)
-
-
-@pytest.mark.parametrize(("module", "name", "launch", "others"), CASES, ids=[case[1] for case in CASES])
-def test_a_kernel_is_bound_once_for_what_it_depends_on(
-    module: ModuleType, name: str, launch: Launch, others: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-):
-    fakes = {x: FakeKernel(*getattr(module, x).arg_names) for x in vars(module) if x.endswith("_kernel")}
-    for x, fake in fakes.items():
-        monkeypatch.setattr(module, x, fake)
-    cached = [x for x in vars(module).values() if hasattr(x, "cache_clear")]
+    modules = (cross_entropy, rms_norm, rotary, swiglu)
+    cached = [x for module in modules for x in vars(module).values() if hasattr(x, "cache_clear")]
+    kernels = {}
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            kernels[name] = FakeKernel(*getattr(module, name).arg_names)
+            monkeypatch.setattr(module, name, kernels[name])
     for function in cached:
         function.cache_clear()
+    yield kernels
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "launch", "others"), CASES, ids=[case[0] for case in CASES])
+def test_a_kernel_is_bound_once_for_what_it_depends_on(
+    name: str, launch: Launch, others: list[dict[str, Any]], fakes: dict[str, FakeKernel]
+):
     kernel = fakes[name]
     launch()
     launch()
@@ -115,5 +136,11 @@ def test_a_kernel_is_bound_once_for_what_it_depends_on(
         assert len(kernel.bound) == count, other
     launch()
     assert len(kernel.started) == 2, "and the first is still known"
-    for function in cached:
-        function.cache_clear()
+
+
+def test_keys_are_rotated_where_there_are_no_queries(fakes: dict[str, FakeKernel]):
+    q, k, table = of(2, 0, 4, 16), of(2, 1, 4, 16), of(4, 8)
+    rotary.launch_rotary([q, k], [q, k], table, table, interleaved=True, inverse=False)
+    assert len(fakes["rotary_kernel"].bound) == 1
+    rotary.launch_rotary([k[:0], k[:0]], [k[:0], k[:0]], table, table, interleaved=True, inverse=False)
+    assert len(fakes["rotary_kernel"].bound) == 1, "no position has nothing to rotate"

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.ops.direct_launch import FP_FUSION
 from trainstep.ops.operators import on_device
 
 CHUNK = 2048
@@ -196,7 +197,7 @@ class Launch:
                 SCALED=scale is not None,
                 MAY_SKIP=found_inf is not None,
                 num_warps=WARPS,
-                enable_fp_fusion=True,  # what was measured; Triton 3.10 will not fuse unless it is asked to
+                **FP_FUSION,
             )
 
     def _tables_of(self, operands: Operands, device: torch.device, capturing: bool) -> "_Tables":

@@ -2,7 +2,9 @@
 
 Triton's own launch binds and specialises every argument on every call, which takes about as long as a short kernel runs. Here only
 the first call of a shape does that; later calls, with tensors aligned to 16 bytes, start the compiled kernel directly (`starter`).
-An op keeps a BoundKernel for each shape, dtype and device: functools.lru_cache(PROBLEMS_KEPT) on the function that makes it.
+An op keeps a BoundKernel for all that decides what is compiled and launched (shapes, strides, settings, the tensors' dtypes, their
+device): functools.lru_cache(PROBLEMS_KEPT) on the function that makes it, with arguments for dtypes and device even if it does not
+read them.
 """
 
 import copy
@@ -23,20 +25,24 @@ except ImportError:  # there is no triton for this platform, and nothing is laun
     knobs = None
 
 PROBLEMS_KEPT = 1024
-"""Number of shapes whose launches are kept; the least recently used is dropped first."""
+"""Number of bound kernels that each function keeps; the least recently used is dropped first."""
 DESCRIPTORS_KEPT, LAUNCHES_KEPT = 16_384, 4096
 """For all kernels together, about 1 KB each; the least recently used is dropped first."""
-USUAL_STAGES = 3
-"""Triton's own `num_stages`, which kernels have whose loops were measured with it."""
+TRITON_STAGES = 3
+"""Triton's default for `num_stages`, with which the fused ops were measured."""
+FP_FUSION = {"enable_fp_fusion": True}
+"""Fuse multiplications with additions, as in all that was measured. Triton 3.10 will not unless it is asked to, as 3.9 warns."""
 _UNFAMILIAR = (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)
 """Errors from inspecting the launcher of another version of Triton."""
 Grid = tuple[int, int, int]
 
 
 class BoundKernel:
-    """A kernel with its grid and every argument that is not a tensor, for tensors of the same dtypes at each launch.
+    """A kernel with its grid and every argument that is not a tensor.
 
-    `programs`: of a grid of one dimension, or a pair of numbers for two.
+    `programs`: the grid's size, or (x, y). `arguments`: the kernel's last parameters by name, in any order; KeyError if one is
+    missing. All launches must have tensors of the dtypes and the device of the first, which compiles the kernel; the caller makes
+    that device the current one.
     """
 
     def __init__(
@@ -52,14 +58,13 @@ class BoundKernel:
         self._kernel = kernel
         self._grid: Grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         self._arguments = tuple(arguments[name] for name in names[len(names) - len(arguments) :])
-        # Triton 3.10 will not fuse multiplications with additions unless it is asked to, as it warns.
-        self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        self._options = {"num_warps": num_warps, "num_stages": num_stages, **FP_FUSION}
         self._start: Callable[..., None] | None = None
         self.compiled: Any = None
         """Triton's compiled kernel; None until the first launch."""
 
     def __call__(self, *tensors: Tensor, descriptors: Sequence[Any] = ()) -> None:
-        """Launch. `descriptors`, of aligned tensors, are the kernel's first arguments; Triton encodes them at each launch."""
+        """Launch. `descriptors`, of aligned tensors, are the kernel's first arguments; Triton's launcher encodes them each time."""
         addresses = [x.data_ptr() for x in tensors]
         aligned = not reduce(or_, addresses) % 16
         if aligned and self._start is not None:
@@ -74,8 +79,8 @@ class BoundKernel:
 #
 # That launcher adds values that are the same at every launch, encodes every TMA descriptor again, and passes all of it
 # to a C function. Here the arguments of the C function are recorded once; later launches call it with their stream and
-# addresses, and a descriptor is encoded once per address. So forward and backward of attention cost the host 58 us, and
-# 98 us by Triton's launcher (on a stub, docs/log.md). Triton 3.6 passes a kernel's arguments to the C function one by
+# addresses, and `described_starter` encodes a descriptor once per address. Forward and backward of attention cost the host
+# 58 us so, and 98 us by Triton's launcher (on a stub, docs/log.md). Triton 3.6 passes a kernel's arguments to the C function one by
 # one, 3.9 as one sequence. Where a launcher is different (another Triton, scratch memory, instrumentation), Triton
 # launches as usual.
 

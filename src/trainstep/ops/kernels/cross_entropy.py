@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.direct_launch import PROBLEMS_KEPT, USUAL_STAGES, BoundKernel
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, TRITON_STAGES, BoundKernel
 from trainstep.ops.operators import on_device
 
 _GROUP = 8
@@ -142,7 +142,10 @@ def launch_cross_entropy(
     has_lse: bool,
     gradient: bool,
 ) -> None:
-    """Write loss and lse of each row, fp32 (rows,), and with `gradient` replace the logits (rows, V) by `scale` times theirs."""
+    """Write loss and lse of each row, fp32 (rows,), and with `gradient` replace the logits (rows, V) by `scale` times theirs.
+
+    targets: int64 (rows,); scale: fp32 ().
+    """
     if len(logits):
         kernel = _bound(
             logits.shape, logits.stride(0), ignore_index, float(smoothing), float(z_loss), has_lse, gradient,
@@ -164,7 +167,6 @@ def _bound(
     _dtype: torch.dtype,
     _device: torch.device,
 ) -> BoundKernel:
-    """The kernel for logits of this dtype on this device, each of which has a compiled kernel of its own."""
     rows, vocabulary = shape
     block, warps = _tile(vocabulary)
     arguments = {
@@ -175,7 +177,7 @@ def _bound(
     }
     arguments |= {"z_loss": z_loss, "HAS_LSE": has_lse, "GRADIENT": gradient, "SMOOTHING": smoothing > 0}
     arguments |= {"BLOCK": block, "GROUP": _GROUP}
-    return BoundKernel(cross_entropy_kernel, rows, arguments, num_warps=warps, num_stages=USUAL_STAGES)
+    return BoundKernel(cross_entropy_kernel, rows, arguments, num_warps=warps, num_stages=TRITON_STAGES)
 
 
 def _tile(vocabulary: int) -> tuple[int, int]:
@@ -201,4 +203,4 @@ def launch_scale(x: Tensor, factor: Tensor) -> None:
 def _bound_scale(elements: int, _dtype: torch.dtype, _device: torch.device) -> BoundKernel:
     arguments = {"elements": elements, "BLOCK": _SCALE_BLOCK}
     programs = triton.cdiv(elements, _SCALE_BLOCK)
-    return BoundKernel(scale_kernel, programs, arguments, num_warps=8, num_stages=USUAL_STAGES)
+    return BoundKernel(scale_kernel, programs, arguments, num_warps=8, num_stages=TRITON_STAGES)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.direct_launch import PROBLEMS_KEPT, USUAL_STAGES, BoundKernel
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, TRITON_STAGES, BoundKernel
 from trainstep.ops.operators import on_device
 
 WIDEST = 16_384
@@ -119,11 +119,10 @@ def launch_rms_norm(
 def _bound_forward(
     rows: int, width: int, eps: float, add: bool, _dtypes: tuple[torch.dtype, ...], _device: torch.device
 ) -> BoundKernel:
-    """The kernel for tensors of these dtypes on this device, each of which has a compiled kernel of its own."""
     tile_rows, columns, warps = _tile(width)
     arguments = {"rows": rows, "width": width, "eps": eps, "ADD": add, "ROWS": tile_rows, "WIDTH": columns}
     programs = max(1, triton.cdiv(rows, tile_rows))
-    return BoundKernel(rms_norm_kernel, programs, arguments, num_warps=warps, num_stages=USUAL_STAGES)
+    return BoundKernel(rms_norm_kernel, programs, arguments, num_warps=warps, num_stages=TRITON_STAGES)
 
 
 def launch_rms_norm_backward(
@@ -162,8 +161,8 @@ def _bound_backward(
     blocks = triton.cdiv(width, _SUMMED_COLUMNS)
     return (
         tile.programs,
-        BoundKernel(rms_norm_backward_kernel, tile.programs, arguments, num_warps=tile.warps, num_stages=USUAL_STAGES),
-        BoundKernel(rms_norm_weight_kernel, blocks, sum_arguments, num_warps=4, num_stages=USUAL_STAGES),
+        BoundKernel(rms_norm_backward_kernel, tile.programs, arguments, num_warps=tile.warps, num_stages=TRITON_STAGES),
+        BoundKernel(rms_norm_weight_kernel, blocks, sum_arguments, num_warps=4, num_stages=TRITON_STAGES),
     )
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.direct_launch import PROBLEMS_KEPT, USUAL_STAGES, BoundKernel
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, TRITON_STAGES, BoundKernel
 from trainstep.ops.operators import on_device
 
 _TILE = 2048
@@ -111,7 +111,8 @@ def launch_rotary(
     cos and sin: (S, D / 2), or (B, S, D / 2) if they differ by batch element, without gaps.
     """
     (q, k, *_), (q_target, k_target, *_) = sources, targets
-    if q.numel() == 0:
+    batch, _, positions, width = q.shape
+    if batch * positions * width == 0:  # without heads of q there may be some of k
         return
     v, v_target = (k, k_target) if len(sources) == 2 else (sources[2], targets[2])
     tensors = (q, k, v, q_target, k_target, v_target, cos, sin)
@@ -134,7 +135,7 @@ def _bound(
     _dtypes: tuple[torch.dtype, ...],
     _device: torch.device,
 ) -> BoundKernel:
-    """The kernel for `parts` of q, k and v, whose strides and targets' strides come first, and then those of cos and sin."""
+    """`parts`: 2 (q and k) or 3 (v, too). `strides`: of q, k, v, their targets, cos and sin; sin's are equal to cos's."""
     batch, heads, positions, width = shape
     half = triton.next_power_of_2(width // 2)
     *of_parts, table, _ = strides
@@ -144,7 +145,7 @@ def _bound(
     arguments |= {"table_batch": table[0] if len(table) == 3 else 0, "table_position": table[-2]}
     arguments |= {"INTERLEAVED": interleaved, "INVERSE": inverse, "HEAD_DIM": width, "HALF": half}
     arguments |= {"HEADS": max(1, _TILE // (2 * half))}
-    return BoundKernel(rotary_kernel, (batch * positions, parts), arguments, num_warps=_WARPS, num_stages=USUAL_STAGES)
+    return BoundKernel(rotary_kernel, (batch * positions, parts), arguments, num_warps=_WARPS, num_stages=TRITON_STAGES)
 
 
 def empty_heads(like: Tensor, batch: int, heads: int, positions: int, width: int) -> Tensor:

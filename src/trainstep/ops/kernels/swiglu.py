@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.ops.direct_launch import PROBLEMS_KEPT, USUAL_STAGES, BoundKernel
+from trainstep.ops.direct_launch import PROBLEMS_KEPT, TRITON_STAGES, BoundKernel
 from trainstep.ops.operators import on_device
 
 _BLOCK = 2048
@@ -56,7 +56,7 @@ def swiglu_backward_kernel(
 
 
 def launch_swiglu(gate: Tensor, up: Tensor, row_stride: int) -> Tensor:
-    """y (..., F), without gaps, of gate and up (..., F), whose rows are `row_stride` elements apart."""
+    """y (..., F), without gaps, of gate and up (..., F) in one dtype, whose rows are `row_stride` elements apart."""
     y = gate.new_empty(gate.shape)
     if y.numel():
         kernel = _bound_forward(y.numel(), y.shape[-1], row_stride, y.dtype, y.device)
@@ -69,17 +69,19 @@ def launch_swiglu(gate: Tensor, up: Tensor, row_stride: int) -> Tensor:
 def _bound_forward(
     elements: int, width: int, row_stride: int, _dtype: torch.dtype, _device: torch.device
 ) -> BoundKernel:
-    """The kernel for tensors of this dtype on this device, each of which has a compiled kernel of its own."""
     blocks = triton.cdiv(width, _BLOCK)
     arguments = {"width": width, "row_stride": row_stride, "blocks": blocks, "BLOCK": _BLOCK}
     programs = elements // width * blocks
-    return BoundKernel(swiglu_kernel, programs, arguments, num_warps=_FORWARD_WARPS, num_stages=USUAL_STAGES)
+    return BoundKernel(swiglu_kernel, programs, arguments, num_warps=_FORWARD_WARPS, num_stages=TRITON_STAGES)
 
 
 def launch_swiglu_backward(
     dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None, row_stride: int
 ) -> None:
-    """Write the gradients of gate and up, and into y, if it is given, the result of forward. dy and y have no gaps."""
+    """Write the gradients of gate and up, and into y, if it is given, the result of forward. dy and y have no gaps.
+
+    gate, up, dgate and dup have one dtype, dy and y another or the same.
+    """
     if dy.numel():
         dtypes = (dy.dtype, gate.dtype)
         kernel = _bound_backward(dy.numel(), dy.shape[-1], row_stride, y is not None, dtypes, dy.device)
@@ -93,4 +95,4 @@ def _bound_backward(
 ) -> BoundKernel:
     arguments = {"width": width, "row_stride": row_stride, "BLOCK": _BLOCK, "WRITE_Y": write_y}
     grid = (elements // width, triton.cdiv(width, _BLOCK))
-    return BoundKernel(swiglu_backward_kernel, grid, arguments, num_warps=_BACKWARD_WARPS, num_stages=USUAL_STAGES)
+    return BoundKernel(swiglu_backward_kernel, grid, arguments, num_warps=_BACKWARD_WARPS, num_stages=TRITON_STAGES)

@@ -236,7 +236,7 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
 
 
 def _speed_of_matmuls(works: Sequence[float], times_s: Sequence[float]) -> MatmulSpeed:
-    """The fit of a dtype's matmuls. Where the larger ones seem no slower (another process stopped the small ones), work alone."""
+    """The fit of a dtype's matmuls. Without a rate, as other work slowed the small ones or there is only one, fixed_s is 0."""
     fit = nonnegative_fit([(1.0, work) for work in works], times_s)
     fixed_s, flop_s = fit.factors
     if flop_s == 0:

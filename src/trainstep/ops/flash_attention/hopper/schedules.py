@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trainstep.ops.direct_launch import described_starter, hooks_listen
+from trainstep.ops.direct_launch import FP_FUSION, described_starter, hooks_listen
 
 SHARED_MEMORY_BYTES = 232_448
 """Shared memory of a program on Hopper at most."""
@@ -200,7 +200,9 @@ class BoxedKernel:
         self.kernel, self.programs = kernel, programs
         self.boxes = tuple(boxes)
         self._arguments = tuple(arguments[name] for name in names[len(names) - len(arguments) :])
-        self.options = {"num_warps": 4} | ({} if most_registers is None else {"maxnreg": most_registers})
+        self.options: dict[str, Any] = {"num_warps": 4, **FP_FUSION}
+        if most_registers is not None:
+            self.options["maxnreg"] = most_registers
         self._start: Callable[..., None] | None = None
         self._has_run = False
 
