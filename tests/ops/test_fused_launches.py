@@ -16,81 +16,105 @@ BF16, FP16 = torch.bfloat16, torch.float16
 Launch = Callable[..., Any]
 
 
-def of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
+def of(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def norm(rows: int = 4, dtype: torch.dtype = BF16, eps: float = 1e-5, add: bool = False) -> None:
-    x = of(rows, 64, dtype=dtype)
-    rms_norm.launch_rms_norm(x, of(rows, 64) if add else None, of(64), eps, dtype)
+def norm(
+    rows: int = 4, width: int = 64, eps: float = 1e-5, x: torch.dtype = BF16, added: torch.dtype | None = None,
+    weight: torch.dtype = BF16, y: torch.dtype = BF16, device: str = "cpu",
+) -> None:  # fmt: skip
+    residual = None if added is None else of(rows, width, dtype=added, device=device)
+    scale = of(width, dtype=weight, device=device)
+    rms_norm.launch_rms_norm(of(rows, width, dtype=x, device=device), residual, scale, eps, y)
 
 
-def norm_backward(rows: int = 4, dtype: torch.dtype = BF16, add: bool = False) -> None:
-    x = of(rows, 64, dtype=dtype)
-    rms_norm.launch_rms_norm_backward(x, of(rows, 64) if add else None, x, of(64), of(rows, dtype=torch.float32))
+def norm_backward(
+    rows: int = 4, width: int = 64, dy: torch.dtype = BF16, added: torch.dtype | None = None, h: torch.dtype = BF16,
+    weight: torch.dtype = BF16, device: str = "cpu",
+) -> None:  # fmt: skip
+    dsum = None if added is None else of(rows, width, dtype=added, device=device)
+    of_dy, of_h = (of(rows, width, dtype=dtype, device=device) for dtype in (dy, h))
+    inverse_rms = of(rows, dtype=torch.float32, device=device)
+    rms_norm.launch_rms_norm_backward(of_dy, dsum, of_h, of(width, dtype=weight, device=device), inverse_rms)
 
 
 def rotate(
-    heads: int = 2, dtype: torch.dtype = BF16, inverse: bool = False, interleaved: bool = True, by_batch: bool = False,
-    gap: int = 0, parts: int = 2,
+    heads: int = 2, q: torch.dtype = BF16, k: torch.dtype = BF16, v: torch.dtype | None = None, table: torch.dtype = BF16,
+    inverse: bool = False, interleaved: bool = True, by_batch: bool = False, gap: int = 0, device: str = "cpu",
 ) -> None:  # fmt: skip
-    q, table = of(2, heads, 4, 16 + gap, dtype=dtype)[..., :16], of(*(2, 4, 8) if by_batch else (4, 8))
-    rotary.launch_rotary([q] * parts, [q] * parts, table, table, interleaved=interleaved, inverse=inverse)
+    dtypes = [dtype for dtype in (q, k, v) if dtype is not None]
+    tensors = [of(2, heads, 4, 16 + gap, dtype=dtype, device=device)[..., :16] for dtype in dtypes]
+    angles = of(*(2, 4, 8) if by_batch else (4, 8), dtype=table, device=device)
+    rotary.launch_rotary(tensors, tensors, angles, angles, interleaved=interleaved, inverse=inverse)
 
 
-def gate(rows: int = 4, dtype: torch.dtype = BF16, stride: int = 64) -> None:
-    swiglu.launch_swiglu(of(rows, 64, dtype=dtype), of(rows, 64, dtype=dtype), stride)
+def gate(rows: int = 4, width: int = 64, stride: int = 64, dtype: torch.dtype = BF16, device: str = "cpu") -> None:
+    x = of(rows, width, dtype=dtype, device=device)
+    swiglu.launch_swiglu(x, x, stride)
 
 
-def gate_backward(rows: int = 4, dtype: torch.dtype = BF16, write_y: bool = False) -> None:
-    x = of(rows, 64, dtype=dtype)
-    swiglu.launch_swiglu_backward(x, x, x, x, x, x if write_y else None, 64)
+def gate_backward(
+    rows: int = 4, width: int = 64, stride: int = 64, dy: torch.dtype = BF16, x: torch.dtype = BF16, write_y: bool = False,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    of_dy, of_x = (of(rows, width, dtype=dtype, device=device) for dtype in (dy, x))
+    swiglu.launch_swiglu_backward(of_dy, of_x, of_x, of_x, of_x, of_dy if write_y else None, stride)
 
 
-def loss(rows: int = 4, dtype: torch.dtype = BF16, **settings: Any) -> None:
+def loss(
+    rows: int = 4, vocabulary: int = 64, gap: int = 0, dtype: torch.dtype = BF16, device: str = "cpu", **settings: Any
+) -> None:
     plain = {"ignore_index": -100, "smoothing": 0.0, "z_loss": 0.0, "has_lse": False, "gradient": True}
-    z, fp32 = of(rows, 64, dtype=dtype), of(rows, dtype=torch.float32)
-    cross_entropy.launch_cross_entropy(z, of(rows, dtype=torch.int64), fp32, fp32, fp32, **plain | settings)
+    z = of(rows, vocabulary + gap, dtype=dtype, device=device)[:, :vocabulary]
+    targets, fp32 = (of(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    cross_entropy.launch_cross_entropy(z, targets, fp32, fp32, fp32, **plain | settings)
 
 
-def scale(elements: int = 64, dtype: torch.dtype = BF16) -> None:
-    cross_entropy.launch_scale(of(elements, dtype=dtype), of(1, dtype=torch.float32))
+def scale(elements: int = 64, dtype: torch.dtype = BF16, device: str = "cpu") -> None:
+    cross_entropy.launch_scale(of(elements, dtype=dtype, device=device), of(1, dtype=torch.float32, device=device))
 
 
-CASES: list[tuple[str, Launch, list[dict[str, Any]]]] = [
-    ("rms_norm_kernel", norm, [{"rows": 5}, {"dtype": FP16}, {"eps": 1e-6}, {"add": True}]),
-    ("rms_norm_backward_kernel", norm_backward, [{"rows": 5}, {"dtype": FP16}, {"add": True}]),
-    ("rms_norm_weight_kernel", norm_backward, [{"rows": 5}, {"dtype": FP16}]),
+META = {"device": "meta"}
+"""Stands for another GPU."""
+CASES: list[tuple[str, int, Launch, list[dict[str, Any]]]] = [
     (
-        "rotary_kernel",
-        rotate,
+        "rms_norm_kernel", 8, norm,
         [
-            {"heads": 3},
-            {"dtype": FP16},
-            {"inverse": True},
-            {"interleaved": False},
-            {"by_batch": True},
-            {"gap": 16},
-            {"parts": 3},
+            {"rows": 5}, {"width": 128}, {"eps": 1e-6}, {"x": FP16}, {"weight": FP16}, {"y": FP16}, {"added": BF16},
+            {"added": FP16}, META,
         ],
     ),
-    ("swiglu_kernel", gate, [{"rows": 5}, {"dtype": FP16}, {"stride": 128}]),
-    ("swiglu_backward_kernel", gate_backward, [{"rows": 5}, {"dtype": FP16}, {"write_y": True}]),
     (
-        "cross_entropy_kernel",
-        loss,
+        "rms_norm_backward_kernel", 8, norm_backward,
         [
-            {"rows": 5},
-            {"dtype": FP16},
-            {"smoothing": 0.1},
-            {"z_loss": 0.1},
-            {"ignore_index": 0},
-            {"has_lse": True},
-            {"gradient": False},
+            {"rows": 5}, {"width": 128}, {"dy": FP16}, {"h": FP16}, {"weight": FP16}, {"added": BF16}, {"added": FP16},
+            {"added": BF16, "dy": FP16}, META,
         ],
     ),
-    ("scale_kernel", scale, [{"elements": 128}, {"dtype": FP16}]),
-]
+    ("rms_norm_weight_kernel", 4, norm_backward, [{"width": 128}, {"weight": FP16}, META]),
+    (
+        "rotary_kernel", 4, rotate,
+        [
+            {"heads": 3}, {"q": FP16}, {"k": FP16}, {"v": BF16}, {"v": FP16}, {"table": FP16}, {"inverse": True},
+            {"interleaved": False}, {"by_batch": True}, {"gap": 16}, META,
+        ],
+    ),
+    ("swiglu_kernel", 8, gate, [{"rows": 5}, {"width": 128}, {"stride": 128}, {"dtype": FP16}, META]),
+    (
+        "swiglu_backward_kernel", 4, gate_backward,
+        [{"rows": 5}, {"width": 128}, {"stride": 128}, {"dy": FP16}, {"x": FP16}, {"write_y": True}, META],
+    ),
+    (
+        "cross_entropy_kernel", 1, loss,
+        [
+            {"rows": 5}, {"vocabulary": 128}, {"gap": 64}, {"dtype": FP16}, {"ignore_index": 0}, {"smoothing": 0.1},
+            {"z_loss": 0.1}, {"has_lse": True}, {"gradient": False}, META,
+        ],
+    ),
+    ("scale_kernel", 8, scale, [{"elements": 128}, {"dtype": FP16}, META]),
+]  # fmt: skip
+"""Kernel, its warps, a launch of it, and what else must be bound anew."""
 
 
 @pytest.fixture(autouse=True)
@@ -111,15 +135,15 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, FakeKernel]]:
         function.cache_clear()
 
 
-@pytest.mark.parametrize(("name", "launch", "others"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("name", "warps", "launch", "others"), CASES, ids=[case[0] for case in CASES])
 def test_a_kernel_is_bound_once_for_what_it_depends_on(
-    name: str, launch: Launch, others: list[dict[str, Any]], fakes: dict[str, FakeKernel]
+    name: str, warps: int, launch: Launch, others: list[dict[str, Any]], fakes: dict[str, FakeKernel]
 ):
     kernel = fakes[name]
     launch()
     launch()
     ((grid, arguments, options),) = kernel.bound
-    assert options["num_stages"] == 3
+    assert (options["num_stages"], options["num_warps"]) == (3, warps)
     assert len(arguments) == len(kernel.arg_names), "every argument of the kernel is given, in its order"
     tensors = sum(isinstance(x, Tensor) for x in arguments)
     assert all(x.endswith("_ptr") == (i < tensors) for i, x in enumerate(kernel.arg_names))

@@ -1,6 +1,8 @@
 """The head with its loss is as accurate as the reference, in chunks. test_fused_ops.py runs this file in Triton's interpreter."""
 
+import importlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,14 +71,22 @@ def test_a_vocabulary_of_several_tiles(device: str):
     )
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks of 16 logits; kernels are bound anew for them, and again behind the test."""
+    kernels = importlib.import_module("trainstep.ops.kernels.cross_entropy")
+    monkeypatch.setattr(kernels, "_tile", lambda _vocabulary: (16, 1))
+    kernels._bound.cache_clear()
+    yield
+    kernels._bound.cache_clear()
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
 @pytest.mark.parametrize("vocabulary", [48, 50], ids=["three blocks", "and a part"])
 @pytest.mark.parametrize("in_forward", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(case) or "plain")
-def test_rows_of_several_blocks(
-    case: dict[str, Any], in_forward: bool, vocabulary: int, device: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("trainstep.ops.kernels.cross_entropy._tile", lambda _: (16, 1))
+def test_rows_of_several_blocks(case: dict[str, Any], in_forward: bool, vocabulary: int, device: str):
     hidden, weight, targets = operands(17, vocabulary, torch.float32, device)
     check(
         lambda *x: linear_cross_entropy(*x, targets, **case, gradients_in_forward=in_forward),
@@ -85,11 +95,11 @@ def test_rows_of_several_blocks(
     )
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
 @pytest.mark.parametrize("has_lse", [False, True])
-def test_ignored_rows_are_not_read_and_nothing_behind_a_row_is_written(has_lse: bool, device: str, monkeypatch: Any):
+def test_ignored_rows_are_not_read_and_nothing_behind_a_row_is_written(has_lse: bool, device: str):
     """Whatever is in an ignored row its loss and gradient are 0, and what lies behind a row stays there."""
-    monkeypatch.setattr("trainstep.ops.kernels.cross_entropy._tile", lambda _: (16, 1))
     whole = normal(3, 64, device=device)
     whole[1, ::3], whole[1, 1::3], whole[:, 50:] = math.inf, math.nan, 7.0
     plain = whole[[0, 2], :50].double().requires_grad_()
@@ -253,6 +263,10 @@ def test_chunks_have_256_mib_of_logits_and_full_tiles_or_2048_tokens_within_1_gi
         ({"weight": torch.ones(50, 23)}, r"weight: must be \(V, 24\)"),
         ({"targets": torch.ones(16, dtype=torch.int64)}, r"targets: must be int64 of the shape \(17,\)"),
         ({"targets": torch.ones(17, dtype=torch.int32)}, "targets: must be int64"),
+        (
+            {"targets": torch.ones(17, dtype=torch.int64, device="meta")},
+            "targets: must be on cpu with hidden, but are on meta",
+        ),
         (
             {"weight": torch.ones(50, 24).bfloat16()},
             "weight: must have the dtype torch.float32 of hidden outside autocast",

@@ -101,6 +101,10 @@ def test_the_product_of_q_and_k_depends_on_their_distance_alone():
         (lambda: rotary(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 5, 16), *tables(4, 16, "cpu")), "q, k: must be"),
         (lambda: rotary(torch.ones(1, 2, 4, 15), torch.ones(1, 2, 4, 15), *tables(4, 16, "cpu")), "even D"),
         (lambda: rotary(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 4, 16), *tables(5, 16, "cpu")), "cos: must have"),
+        (
+            lambda: rotary(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 4, 16), *tables(4, 16, "meta")),
+            "cos: must be on cpu with q and k, but is on meta",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(call: object, words: str):

@@ -29,7 +29,7 @@ PROBLEMS_KEPT = 1024
 DESCRIPTORS_KEPT, LAUNCHES_KEPT = 16_384, 4096
 """For all kernels together, about 1 KB each; the least recently used is dropped first."""
 TRITON_STAGES = 3
-"""Triton's default for `num_stages`, with which the fused ops were measured."""
+"""Triton's default for `num_stages` on NVIDIA's GPUs, with which the fused ops were measured."""
 FP_FUSION = {"enable_fp_fusion": True}
 """Fuse multiplications with additions, as in all that was measured. Triton 3.10 will not unless it is asked to, as 3.9 warns."""
 _UNFAMILIAR = (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)

@@ -112,6 +112,8 @@ def _check(
         raise ValueError(
             f"targets: must be int64 of the shape {tuple(hidden.shape[:-1])}, but are {targets.dtype} of {tuple(targets.shape)}"
         )
+    if targets.device != hidden.device:  # a kernel that is started directly would read an address of the other device
+        raise ValueError(f"targets: must be on {hidden.device} with hidden, but are on {targets.device}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction: {reduction!r} is not known; known: mean, sum")
     if not 0 <= label_smoothing <= 1:

@@ -156,8 +156,11 @@ def gradients_by(
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether Triton kernels can take these tensors: on a CUDA device, in fp32, bf16 or fp16."""
-    return triton is not None and all(x.is_cuda and x.dtype in KERNEL_DTYPES for x in tensors)
+    """Whether Triton kernels can take these tensors: all on the same CUDA device, in fp32, bf16 or fp16."""
+    device = tensors[0].device
+    if triton is None or device.type != "cuda":
+        return False
+    return all(x.device == device and x.dtype in KERNEL_DTYPES for x in tensors)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

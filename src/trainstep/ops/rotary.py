@@ -33,7 +33,7 @@ def rotary(
     They have no gradient. Last strides other than 1 cost a copy. On a CPU and in fp64 ops/reference.py runs. ValueError for shapes
     that do not fit together.
     """
-    _check(q_BHSD.shape, k_BGSD.shape, cos, sin)
+    _check(q_BHSD.shape, k_BGSD.shape, cos, sin, q_BHSD.device)
     with span("rotary"):
         if not has_kernel(q_BHSD, k_BGSD):
             tables = _by_head(cos), _by_head(sin)
@@ -61,7 +61,7 @@ def rotary_split(
             f"{tuple(qkv.shape)}"
         )
     q, k, v = _parts(qkv, heads, key_heads)
-    _check(q.shape, k.shape, cos, sin)
+    _check(q.shape, k.shape, cos, sin, qkv.device)
     with span("rotary"):
         if not has_kernel(qkv):
             return *rotary(q, k, cos, sin, interleaved=interleaved), v
@@ -69,7 +69,7 @@ def rotary_split(
         return q, k, v
 
 
-def _check(q: torch.Size, k: torch.Size, cos: Tensor, sin: Tensor) -> None:
+def _check(q: torch.Size, k: torch.Size, cos: Tensor, sin: Tensor, device: torch.device) -> None:
     if len(q) != 4 or len(k) != 4 or (q[0], *q[2:]) != (k[0], *k[2:]) or q[-1] % 2:
         raise ValueError(
             f"q, k: must be (B, H, S, D) with the same B, S and even D, but have the shapes {tuple(q)} and {tuple(k)}"
@@ -78,6 +78,8 @@ def _check(q: torch.Size, k: torch.Size, cos: Tensor, sin: Tensor) -> None:
     for name, table in {"cos": cos, "sin": sin}.items():
         if tuple(table.shape) not in shapes or table.shape != cos.shape:
             raise ValueError(f"{name}: must have the shape {shapes[0]} or {shapes[1]}, but has {tuple(table.shape)}")
+        if table.device != device:  # a kernel that is started directly would read an address of the other device
+            raise ValueError(f"{name}: must be on {device} with q and k, but is on {table.device}")
 
 
 def _by_head(table: Tensor) -> Tensor:
