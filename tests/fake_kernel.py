@@ -1,6 +1,15 @@
-"""A kernel that notes how it is launched, and runs nothing."""
+"""A kernel that notes how it is launched, and runs nothing, and the stream on which it would."""
 
 from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def stream_77(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Direct launches on a pretended GPU find the stream 77."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 77, raising=False)
 
 
 class FakeKernel:

@@ -7,6 +7,7 @@ on the CPU, so the CPU's allocator replaces CUDA's, and the hop to autograd's th
 microseconds of a call in each of 15 turns of 200 calls. Checkouts take turns, each in a process of its own.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -65,14 +66,8 @@ def calls() -> dict[str, Callable[[], object]]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
 
-    x, residual, weight, q, table = (
-        normal(64, 4096),
-        normal(64, 4096),
-        normal(4096),
-        normal(1, 8, 64, 64),
-        normal(64, 32),
-    )
-    dy, dq, half, table = torch.randn_like(x), torch.randn_like(q), torch.randn_like(x[:, :2048]), table.detach()
+    x, residual, weight, q = normal(64, 4096), normal(64, 4096), normal(4096), normal(1, 8, 64, 64)
+    dy, dq, half, table = (normal(*shape).detach() for shape in (x.shape, q.shape, (64, 2048), (64, 32)))
     return {
         "rms_norm": lambda: grad(rms_norm.rms_norm(x, weight), (x, weight), dy),
         "rms_norm with a residual": lambda: grad(
@@ -99,17 +94,19 @@ def measure(name: str) -> None:
 
 
 def main() -> None:
-    if sys.argv[1] == "--here":
-        measure(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("sources", nargs="+", help="the folder src of each checkout")
+    parser.add_argument("--as", dest="commit", help="measure the trainstep that this process imports, as this commit")
+    arguments = parser.parse_args()
+    if arguments.commit:
+        measure(arguments.commit)
         return
-    rounds, *sources = sys.argv[1:]
-    for _ in range(int(rounds)):
-        for source in sources:
-            environ = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-            commit = subprocess.run(
-                ["git", "-C", source, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            subprocess.run([sys.executable, __file__, "--here", commit], env=environ, check=True)
+    for source in arguments.rounds * arguments.sources:
+        git = ["git", "-C", source, "rev-parse", "--short=8", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        environ = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, __file__, "1", source, "--as", commit], env=environ, check=True)
 
 
 if __name__ == "__main__":

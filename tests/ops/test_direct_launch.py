@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from fake_kernel import FakeKernel
+from fake_kernel import FakeKernel, stream_77
 from trainstep.ops.direct_launch import BoundKernel
 
 knobs = pytest.importorskip("triton").knobs
 
-
-@pytest.fixture(autouse=True)
-def stream_77(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 77, raising=False)
+__all__ = ["stream_77"]
+pytestmark = pytest.mark.usefixtures("stream_77")
 
 
 def test_later_calls_start_the_compiled_kernel():

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_kernel import FakeKernel
+from fake_kernel import FakeKernel, stream_77
 
 pytest.importorskip("triton")
 from trainstep.ops.kernels import cross_entropy, rms_norm, rotary, swiglu
 
 BF16, FP16 = torch.bfloat16, torch.float16
+__all__ = ["stream_77"]
 Launch = Callable[..., Any]
 
 
@@ -117,10 +118,9 @@ CASES: list[tuple[str, int, Launch, list[dict[str, Any]]]] = [
 """Kernel, its warps, a launch of it, and what else must be bound anew."""
 
 
-@pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, FakeKernel]]:
-    """All these kernels by name, on a pretended GPU; nothing bound before or meanwhile is known to other tests."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 77, raising=False)
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, stream_77: None) -> Iterator[dict[str, FakeKernel]]:
+    """All these kernels by name, on a pretended GPU; what tests before and after this one have bound is apart."""
     modules = (cross_entropy, rms_norm, rotary, swiglu)
     cached = [x for module in modules for x in vars(module).values() if hasattr(x, "cache_clear")]
     kernels = {}
@@ -149,12 +149,9 @@ def test_a_kernel_is_bound_once_for_what_it_depends_on(
     assert all(x.endswith("_ptr") == (i < tensors) for i, x in enumerate(kernel.arg_names))
     started = kernel.started[0]
     assert started[:3] == grid
-    addresses, constants = (
-        started[9 : 9 + tensors],
-        started[9 + tensors :],
-    )  # behind the stream, the function and what hooks get
-    assert all(isinstance(x, int) for x in addresses)
-    assert constants == arguments[tensors:]
+    given = started[9:]  # behind the grid, the stream, the function and what hooks get
+    assert all(isinstance(x, int) for x in given[:tensors]), "addresses"
+    assert given[tensors:] == arguments[tensors:]
     for count, other in enumerate(others, start=2):
         launch(**other)
         assert len(kernel.bound) == count, other

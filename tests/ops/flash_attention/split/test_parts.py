@@ -5,15 +5,13 @@ import weakref
 import pytest
 import torch
 
-from fake_kernel import FakeKernel
+from fake_kernel import FakeKernel, stream_77
 from trainstep.ops.flash_attention.problem import CallMeta
 
 split_parts = pytest.importorskip("trainstep.ops.flash_attention.split.parts")
 
-
-@pytest.fixture(autouse=True)
-def stream_77(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 77, raising=False)
+__all__ = ["stream_77"]
+pytestmark = pytest.mark.usefixtures("stream_77")
 
 
 def test_parts_are_read_through_descriptors():
