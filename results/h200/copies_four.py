@@ -2,12 +2,15 @@
 
     torchrun --nproc-per-node 4 results/h200/copies_four.py messages FILE         # half a minute
     torchrun --nproc-per-node 4 results/h200/copies_four.py steps FILE xl 512     # about 6 s a strategy, 30 s for the first
+    torchrun --nproc-per-node 4 results/h200/copies_four.py pairs FILE xl 512     # about 25 s a pair
     python results/h200/copies_four.py table FILE
 
 Appends a line of JSON for each measurement. `messages`: copies to peers alone (push, pull), then 12 messages of 124 MiB by each
 transport: `alone`, `together` with matmuls on another stream, `chained` (each block of matmuls waits for the message before it,
 while the next one is on its way). `steps`: strategies one after the other in one group of ranks, each built, captured, and timed
-in four windows of eight steps. Milliseconds of the slowest rank. Lines of earlier designs have a field `design`.
+in four windows of eight steps. `pairs`: one of our strategies, captured, beside torch's counterpart, launched by the host as its
+users run it: both in the same processes, nine windows of eight steps each in turns. Milliseconds of the slowest rank. Lines of
+earlier designs have a field `design`.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.process_group import start_ranks
 from trainstep.parallel.ranks import Ranks
-from trainstep.training.build import build_step
+from trainstep.training.build import Assembly, build_step
 from trainstep.training.parallelism import parallel
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -52,6 +55,19 @@ STEPS: dict[str, dict[str, Any]] = {
     "bucketed by bucket, library": {"sync": "bucketed", "in_place": True, "update": "by_bucket"},
     "none again": {"sync": "none"},
 }
+BY_HOST: dict[str, dict[str, Any]] = {
+    f"{sync}, launched by the host": {"sync": sync, "capture": "none"}
+    for sync in ("none", "bucketed", "sharded_flat", "fsdp")
+}
+TORCH: dict[str, dict[str, Any]] = {
+    sync: {"sync": sync, "capture": "none", "adamw": "fused"} for sync in ("torch_ddp", "torch_zero", "torch_fsdp2")
+}
+WAYS = STEPS | BY_HOST | TORCH
+PAIRS = [
+    ("bucketed, copies, 1 GiB", "torch_ddp"),
+    ("sharded_flat, copies", "torch_zero"),
+    ("fsdp, copies", "torch_fsdp2"),
+]
 OURS = {
     "device": "cuda",
     "precision": "bf16_autocast",
@@ -198,34 +214,64 @@ def measure_messages(ranks: Ranks, rows: Rows) -> None:
                 rows.add(timed_ms(graphed(work, ranks), ranks), test=test, transport=name, operation=operation)
 
 
+def built(ranks: Ranks, model: str, context: int, name: str) -> Assembly:
+    """The strategy's step, after six of its steps."""
+    values: Mapping[str, Any] = {
+        "ranks": ranks.world_size,
+        "model": model,
+        "context": context,
+        **OURS,
+        **WAYS[name],
+    }
+    config = build_config("parallel", values)
+    assembly = build_step(config.run, parallel(ranks, config.sync))
+    for index in range(6):
+        assembly.take(assembly.micro_batches(index))
+    return assembly
+
+
+def window_ms(assembly: Assembly, ranks: Ranks) -> float:
+    """Milliseconds of a step, by eight in a row."""
+    together(ranks)
+    began_s = time.perf_counter()
+    for index in range(8):
+        assembly.take(assembly.micro_batches(index))
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began_s) / 8 * 1e3
+
+
+def forget() -> None:
+    """Free what is no longer used."""
+    torch.cuda.synchronize()
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def measure_steps(ranks: Ranks, rows: Rows, model: str, context: int, names: list[str]) -> None:
     for name in names or STEPS:
-        values: Mapping[str, Any] = {
-            "ranks": ranks.world_size,
-            "model": model,
-            "context": context,
-            **OURS,
-            **STEPS[name],
-        }
-        config = build_config("parallel", values)
-        assembly = build_step(config.run, parallel(ranks, config.sync))
-        for index in range(6):
-            assembly.take(assembly.micro_batches(index))
-        windows = []
-        for _ in range(4):
-            together(ranks)
-            began_s = time.perf_counter()
-            for index in range(8):
-                assembly.take(assembly.micro_batches(index))
-            torch.cuda.synchronize()
-            windows.append((time.perf_counter() - began_s) / 8 * 1e3)
+        assembly = built(ranks, model, context, name)
+        windows = [window_ms(assembly, ranks) for _ in range(4)]
         rows.add(windows, test="step", model=model, context=context, strategy=name)
         assembly.complete()
         del assembly
-        torch.cuda.synchronize()
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+        forget()
+
+
+def measure_pairs(ranks: Ranks, rows: Rows, model: str, context: int, names: list[str]) -> None:
+    for pair in (pair for pair in PAIRS if not names or pair[0] in names):
+        both = {name: built(ranks, model, context, name) for name in pair}
+        windows: dict[str, list[float]] = {name: [] for name in pair}
+        for turn in range(9):
+            for name in pair if turn % 2 == 0 else pair[::-1]:
+                windows[name].append(window_ms(both[name], ranks))
+        for name, beside in (pair, pair[::-1]):
+            rows.add(windows[name], test="pair", model=model, context=context, strategy=name, design=f"beside {beside}")
+        for assembly in both.values():
+            assembly.complete()
+        both.clear()
+        del assembly
+        forget()
 
 
 def table(path: Path) -> str:
@@ -252,11 +298,11 @@ def table(path: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["messages", "steps", "table"])
+    parser.add_argument("what", choices=["messages", "steps", "pairs", "table"])
     parser.add_argument("file", type=Path)
     parser.add_argument("model", nargs="?", default="xl")
     parser.add_argument("context", nargs="?", type=int, default=512)
-    parser.add_argument("--only", nargs="*", default=[], choices=list(STEPS), help="strategies")
+    parser.add_argument("--only", nargs="*", default=[], choices=list(WAYS), help="strategies (ours of a pair)")
     asked = parser.parse_args()
     if asked.what == "table":
         print(table(asked.file))
@@ -266,6 +312,8 @@ def main() -> None:
     if asked.what == "messages":
         measure_raw(ranks, rows)
         measure_messages(ranks, rows)
+    elif asked.what == "pairs":
+        measure_pairs(ranks, rows, asked.model, asked.context, asked.only)
     else:
         measure_steps(ranks, rows, asked.model, asked.context, asked.only)
     together(ranks)
