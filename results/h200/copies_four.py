@@ -16,6 +16,7 @@ earlier designs have a field `design`.
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import time
@@ -78,6 +79,7 @@ OURS = {
     "capture": "step",
 }
 RAW_BYTES, MESSAGES, NUMEL = 256 * 2**20, 12, 31 * 2**20
+TURNS, STUDENT_99_OF_9 = 9, 3.355
 Work = Callable[[], object]
 
 
@@ -262,7 +264,7 @@ def measure_pairs(ranks: Ranks, rows: Rows, model: str, context: int, names: lis
     for pair in (pair for pair in PAIRS if not names or pair[0] in names):
         both = {name: built(ranks, model, context, name) for name in pair}
         windows: dict[str, list[float]] = {name: [] for name in pair}
-        for turn in range(9):
+        for turn in range(TURNS):
             for name in pair if turn % 2 == 0 else pair[::-1]:
                 windows[name].append(window_ms(both[name], ranks))
         for name, beside in (pair, pair[::-1]):
@@ -275,25 +277,36 @@ def measure_pairs(ranks: Ranks, rows: Rows, model: str, context: int, names: lis
 
 
 def table(path: Path) -> str:
-    """Medians in Markdown, a row for each design; GB/s of what a rank sends."""
+    """Medians in Markdown, a row for each design; GB/s of what a rank sends; of pairs the time over its partner's."""
     rows: dict[tuple[str, ...], list[float]] = {}
     sent: dict[tuple[str, ...], float] = {}
+    partners: dict[tuple[str, ...], tuple[str, ...]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
         what = line.get("strategy") or " ".join(
             str(line[key]) for key in ("operation", "transport", "peers") if key in line
         )
-        key: tuple[str, ...] = (line["test"], what, line.get("design", ""))
+        of = f"{line['model']}, {line['ranks']} ranks" if "model" in line else ""
+        key: tuple[str, ...] = (line["test"], of, what, line.get("design", ""))
         rows.setdefault(key, []).extend(line["ms"])
-        if line["test"] in ("push", "pull"):
+        if line["test"] == "pair":
+            partners[key] = "pair", of, line["design"].removeprefix("beside "), f"beside {what}"
+        elif line["test"] in ("push", "pull"):
             sent[key] = line["bytes"]
         elif line["test"] == "alone":
             sent[key] = MESSAGES * NUMEL * 4 * (line["ranks"] - 1) / line["ranks"]
-    lines = ["| test | of | design | ms | GB/s | samples |", "|---|---|---|---|---|---|"]
+    lines = ["| test | model | of | design | ms | GB/s | / partner, 99 % interval | samples |", f"|{'---|' * 8}"]
     for key, ms in rows.items():  # in the order of the file
-        middle = statistics.median(ms)
-        rate = f"{sent[key] / middle / 1e6:.0f}" if key in sent else ""
-        lines.append(f"| {' | '.join(key)} | {middle:.2f} | {rate} | {len(ms)} |")
+        rate = f"{sent[key] / statistics.median(ms) / 1e6:.0f}" if key in sent else ""
+        ratio = ratio_words(ms, rows[partners[key]]) if key in partners else ""
+        lines.append(f"| {' | '.join(key)} | {statistics.median(ms):.2f} | {rate} | {ratio} | {len(ms)} |")
     return "\n".join(lines)
+
+
+def ratio_words(ms: list[float], partner_ms: list[float]) -> str:
+    """The ratio of windows in pairs, with Student's 99 % interval over nine of them."""
+    logs = [math.log(own / other) for own, other in zip(ms, partner_ms, strict=True)]
+    middle, half = statistics.mean(logs), STUDENT_99_OF_9 * statistics.stdev(logs) / 3
+    return f"{math.exp(middle):.3f} ({math.exp(middle - half):.3f} to {math.exp(middle + half):.3f})"
 
 
 def main() -> None:

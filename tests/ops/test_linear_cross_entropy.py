@@ -71,6 +71,14 @@ def test_a_vocabulary_of_several_tiles(device: str):
     )
 
 
+@pytest.mark.parametrize("vocabulary", [1, 8, 15, 17, 50, 10_000, 50_257, 50_264, 50_304])
+def test_all_words_but_a_few_are_multiplied_in_sizes_for_which_fast_matmuls_exist(vocabulary: int):
+    *few, most = module._splits(vocabulary)
+    assert sorted(word for part in (*few, most) for word in range(part.start, part.stop)) == [*range(vocabulary)]
+    assert (most.stop - most.start) % 8 == 0 or vocabulary < 16
+    assert sum(part.stop - part.start for part in few) < 16
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of 16 logits; kernels are bound anew for them, and again behind the test."""
