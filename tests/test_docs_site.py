@@ -154,7 +154,7 @@ def wrong_verb(words: list[str]) -> Iterator[str]:
         _, bound, _ = app.build_app(words).parse_args(app._split(words), exit_on_error=False, print_error=False)
         if workload := WORKLOADS.get(next(iter(words), "")):
             fields = fields_of(CONFIGS[workload]).keys() - {"device"}
-            named = {name: text for name, text in bound.kwargs.items() if name in fields}
+            named = {name: text for name, text in (bound.kwargs | bound.arguments).items() if name in fields}
             model = {"model": ["small"]} if "model" in fields else {}
             expand({"workload": [workload], **model, **grid_from_text(named)}, {"device": "cuda"})
     except (CycloptsError, ValueError) as error:
