@@ -79,6 +79,42 @@ def test_each_change_is_tried_against_the_best_so_far_and_all_at_last_against_th
     assert result.whole.comparison.ratio == pytest.approx(0.4)
 
 
+class WaitsInBf16(Lab):
+    """A step that waits for the host in bf16 alone, so that a graph helps it there."""
+
+    def compare(self, before: Options, after: Options, repeat: int) -> Comparison | None:
+        self.speeds["auto"] = 0.5 if "precision" in after else 1.0
+        return super().compare(before, after, repeat)
+
+
+def test_capture_is_tried_once_more_behind_a_precision_that_was_kept():
+    lab = WaitsInBf16({"bf16_autocast": 0.4, "fp16_autocast": 1.0, "block": 0.9})
+    result = lab.run(CAPTURE, BF16, Change(options={"precision": "fp16_autocast"}), BLOCK)
+    assert [(step.change, step.kept) for step in result.steps] == [
+        ("capture auto", False),
+        ("precision bf16_autocast", True),
+        ("precision fp16_autocast", False),
+        ("capture auto", True),
+        ("compile block", True),
+    ]
+    assert result.chosen == {**START, "precision": "bf16_autocast", "capture": "auto", "compile": "block"}
+
+
+@pytest.mark.parametrize("capture", [0.5, 1.0], ids=["kept", "refused"])
+def test_capture_is_not_tried_once_more_where_it_was_kept_or_refused(capture: float):
+    lab = Lab({"auto": capture, "bf16_autocast": 0.4})
+    lab.refused = {} if capture < 1 else {"auto": "always"}
+    result = lab.run(CAPTURE, BF16)
+    assert [step.change for step in result.steps] == ["capture auto", "precision bf16_autocast"]
+
+
+def test_what_the_budget_leaves_of_a_second_capture_is_told():
+    lab = WaitsInBf16({"bf16_autocast": 0.4}, budget=4)  # the start twice, and each change
+    result = lab.run(CAPTURE, BF16)
+    assert [step.change for step in result.steps] == ["capture auto", "precision bf16_autocast"]
+    assert result.untried == ["capture auto"]
+
+
 def test_a_single_kept_change_is_measured_a_second_time():
     lab = Lab({"auto": 0.5})
     assert lab.run(CAPTURE).chosen == {**START, "capture": "auto"}

@@ -151,9 +151,12 @@ class _Search(Trials):
                 return result
             while rows:
                 self._fastest_first(rows)
-                if (step := self._step(rows[0])) is not None:
+                step = self._step(rows[0])
+                change = rows.pop(0)
+                if step is not None:
                     result.steps.append(step)
-                rows.pop(0)
+                    if step.kept and "precision" in change.options:
+                        self._once_more(rows, changes)
             if result.best != result.fitting:
                 together = "all kept changes"
                 result.whole = self.judged(together, result.fitting, result.best, None)
@@ -204,6 +207,19 @@ class _Search(Trials):
         if len(alike) < 2 or (self._compared_of and self._compared_of[0] == option):
             return
         rows[: len(alike)] = sorted(alike, key=self._alone_s)
+
+    def _once_more(self, rows: list[Change], changes: Sequence[Change]) -> None:
+        """Put changes that were compared before a precision was kept behind the precisions, if they decide what that decides.
+
+        These are `_BEFORE_PRECISIONS`: a step that is faster on the device may wait for the host, where the one before did not.
+        """
+        compared = [step.change for step in self.result.steps if step.comparison is not None and not step.kept]
+        place = next((place for place, row in enumerate(rows) if "precision" not in row.options), len(rows))
+        rows[place:place] = [
+            change
+            for change in changes
+            if _BEFORE_PRECISIONS in change.options and name_of(change.options) in compared and change not in rows
+        ]
 
     def _alone_s(self, change: Change) -> float:
         """The fastest step of its trial; 0 where it is not tried or fails, infinite where the budget has no room for it."""

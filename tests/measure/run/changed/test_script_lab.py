@@ -533,7 +533,7 @@ def test_as_many_live_at_once_as_have_room(tmp_path: Path):
     lab.first()
     assert most() == 10, "no more in any case"
     lab._here = dataclasses.replace(lab._here, memory_bytes=10 * 2**30, gpu_memory_bytes=30 * 2**30)
-    assert most() == 4  # half of the memory over 1.1 GiB
+    assert most() == 4  # half of the memory over 1.05 GiB
     [name] = lab._known
     record = lab._known[name]
     on_gpu = dataclasses.replace(record, config={**record.config, "device": "cuda"})
@@ -542,7 +542,7 @@ def test_as_many_live_at_once_as_have_room(tmp_path: Path):
     lab._known[name] = dataclasses.replace(
         on_gpu, facts={**on_gpu.facts, "peak_reserved_bytes": Fact(value=10 * 2**30, unit="bytes")}
     )
-    assert most() == 2  # 11 + 1 GiB each
+    assert most() == 2  # 11.2 GiB for the original, 11.5 for each other
     lab.command = dataclasses.replace(lab.command, ranks=2)
     assert most() == 1
 
@@ -561,7 +561,7 @@ def test_a_larger_batch_takes_more_of_a_gpu_until_one_has_run(tmp_path: Path):
     two, four, ten = ({"batch_size": size} for size in ("8", "16", "40"))
     given = [lab.start, {}, two, {}, four, ten, {}]
     groups = lab._groups([(options, str(number)) for number, options in enumerate(given)])
-    # 12 GiB each for the original's batch, 23 for two, 45 for four, 111 for ten of it: which is tried alone all the same
+    # 11.2 GiB each for the original's batch, 22 for two, 43 for four, 106 for ten of it: which is tried alone all the same
     assert [[options for options, _ in group] for group in groups] == [[lab.start, {}, two, {}], [four], [ten], [{}]]
     roles = [(options, str(number)) for number, options in enumerate([lab.start, four, ten, ten, four, lab.start])]
     shared = lab._groups(roles, shared=True)
@@ -569,6 +569,17 @@ def test_a_larger_batch_takes_more_of_a_gpu_until_one_has_run(tmp_path: Path):
     assert lab._expected_s([lab.start, {}]) < lab._expected_s([lab.start, ten]), "one start, and two"
     lab._known["another"] = dataclasses.replace(lab._known[name], key=lab.key_of(ten))  # it took 10 GiB, too
     assert lab._have_room([ten, ten, lab.start])
+    weights = {
+        "trained_elements": Fact(value=2**27, unit="count"),
+        "script_precision": Fact(value="bf16_autocast", unit=""),
+    }
+    lab._known[name] = dataclasses.replace(lab._known[name], facts={**lab._known[name].facts, **weights})
+    assert lab._taken(four) == pytest.approx(
+        (1.05 * 2**30, (1.05 * (2 + 4 * 8) + 1) * 2**30)
+    )  # 2 GiB hold no activations
+    weights["script_precision"] = Fact(value="bf16", unit="")
+    lab._known[name] = dataclasses.replace(lab._known[name], facts={**lab._known[name].facts, **weights})
+    assert lab._taken(four) == pytest.approx((1.05 * 2**30, (1.05 * 4 * 10 + 1) * 2**30))
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):

@@ -43,8 +43,11 @@ _AROUND_S = 1.5
 _MOST_TOGETHER = 10
 _CONTEXT_BYTES = 2**30
 """GPU memory that the driver takes for a process, beside torch's memory."""
-_ROOM = 1.1
-"""Factor on the expected memory, as a change may need more. A process that still fails beside others runs again alone."""
+_ROOM, _ROOM_KNOWN = 1.05, 1.02
+"""Factors on the expected memory of changes that have not run, which may need more, and of those that have. A process that still
+fails beside others runs again alone."""
+_HELD_BYTES = 16
+"""Bytes for each trained element that no batch size changes: weight, gradient and AdamW's two moments, in fp32."""
 
 Role = tuple[Options, str]
 """The options of a window's process, and the window's name among windows with the same options."""
@@ -270,7 +273,7 @@ class ScriptProcesses:
         """Expected bytes of the machine's memory and of the GPU's for a process of these options; None if unknown.
 
         They are what such a process took, or one with the same batch size, or else the original. For a batch k times as large the
-        GPU's bytes are taken k times, which is too much, as weights do not grow.
+        GPU's bytes are taken k times, without those of weights, gradients and AdamW in fp32; with 16-bit weights all of them.
         """
         key, start = self.key_of(options), self.key_of(self.start)
         ran = [record for record in self._known.values() if self._is_ours(record) and not record.failure]
@@ -283,8 +286,14 @@ class ScriptProcesses:
         peak = first.fact("peak_reserved_bytes")
         if first.config["device"] == "cuda" and not (peak and self._here.gpu_memory_bytes):
             return None
+        room = _ROOM_KNOWN if first.key == key else _ROOM
+        resident_bytes = room * (first.fact("peak_rss_bytes") or 0)
+        if not peak:
+            return resident_bytes, 0.0
+        has_fp32_weights = first.fact("script_precision") not in ("bf16", "fp16")
+        held_bytes = min(peak, _HELD_BYTES * (first.fact("trained_elements") or 0)) if has_fp32_weights else 0
         work = self._work(options) if same is None else 1.0
-        return _ROOM * (first.fact("peak_rss_bytes") or 0), (_ROOM * peak * work + _CONTEXT_BYTES) if peak else 0.0
+        return resident_bytes, room * (held_bytes + work * (peak - held_bytes)) + _CONTEXT_BYTES
 
     def _work(self, options: Options) -> float:
         """Sequences of a step over those of the original: with another batch size, times per sequence are compared."""
