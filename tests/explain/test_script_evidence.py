@@ -13,9 +13,10 @@ from run_records import COMPILED, WAITS, a_run, records_of, watched
 from trainstep.config.script import Part
 from trainstep.explain.budget import AS_THEY_RUN, step_budget
 from trainstep.explain.evidence import taken_from
+from trainstep.explain.script_changes import ScriptPlace, script_candidates
 from trainstep.explain.script_evidence import script_evidence
 from trainstep.records.record import Record
-from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, OPTIMIZER, PRECISION, SLICES
+from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, ODD_SIZES, OPTIMIZER, PRECISION, SLICES
 
 
 def parts(**ms: float) -> dict[Part, float]:
@@ -437,6 +438,21 @@ def test_work_in_fp32_on_a_gpu_is_measured_against_16_bits_by_the_data_sheet(gpu
     assert budget.findings[0].cause == "precision"
     assert budget.findings[0].excess.time_s == pytest.approx(0.023 - sum(left_s.values()))
     assert budget.as_they_run_s == pytest.approx(left_s), "what is found is not told twice"
+
+
+def test_matmuls_of_odd_sizes_cost_what_the_others_rate_would_save():
+    classes = {"phase": ["forward"], "class": ["matmul"], "calls": [4.0], "time_s": [0.020], "share": [1.0]}
+    what = "16-bit matmuls with a size of 50,257, no multiple of 8, reach 20% of the rate of the others"
+    tables = {"patterns": patterns(pattern=ODD_SIZES, time_s=0.015, least_s=0.003, what=what), "classes": classes}
+    run = a_run(parts_ms=parts(forward=25.0), tables=tables, facts={"inspected_step": 5}, device="cuda")
+    budget = step_budget(script_evidence([run]), None)
+    finding = budget.findings[0]
+    assert (finding.cause, finding.evidence) == ("matmul_shapes", what)
+    assert finding.excess.time_s == pytest.approx(0.012)
+    assert budget.as_they_run_s == {"matmul": pytest.approx(0.008)}
+    place = ScriptPlace(on_gpu=True, ranks=1, cores=16, precision="bf16_autocast")
+    [whole] = [tried for tried in script_candidates(budget, place, []) if tried.cause == "matmul_shapes"]
+    assert (whole.fields, whole.gain) == ({"compile": "module"}, finding.gain)
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,14 @@ _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "attention_kernel": ({"attention": "trainstep"}, {"compile": "module"}),
     "attention_mask": ({"mask": "causal"},),
     "casts": ({"compile": "module"},),
+    "matmul_shapes": ({"compile": "module"},),
     "unfused": ({"compile": "module"}, {"ops": "trainstep"}),
     "precision": ({"precision": "bf16_autocast"}, {"precision": "tf32"}),
     "exposed_messages": ({"bucket_cap_mb": "25"}, {"bucket_cap_mb": "100"}),
     "garbage_collector": ({"gc": "off"},),
 }
 """Cause -> the changes that remove it; they are tried in this order where their gains are equal."""
-_IF_FOUND = ("data", "garbage_collector", "synchronisations", "attention_mask")
+_IF_FOUND = ("data", "garbage_collector", "synchronisations", "attention_mask", "matmul_shapes")
 """Causes whose changes are tried only if the budget has the cause with a large enough gain: else they could save nothing."""
 _LEAST_SHARE = 0.01
 """Share of the step. A proof cannot show a smaller gain."""

@@ -27,7 +27,7 @@ from trainstep.explain.evidence import CASTS, MEMORY, Habit, rows_of
 from trainstep.records.record import Record
 from trainstep.traces import kernel_classes
 from trainstep.traces.kernel_classes import MATMUL
-from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, MASK, OPTIMIZER, PRECISION, SLICES
+from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, MASK, ODD_SIZES, OPTIMIZER, PRECISION, SLICES
 
 _CAUSES = {
     ATTENTION: ("attention_kernel", MEMORY),
@@ -36,6 +36,7 @@ _CAUSES = {
     SLICES: ("small_kernels", MEMORY),
     PRECISION: ("precision", MATMUL),
     FP32_ATTENTION: ("precision", kernel_classes.ATTENTION),
+    ODD_SIZES: ("matmul_shapes", MATMUL),
 }
 """Pattern -> its cause, and the kernels that it makes longer."""
 _LONGEST_RANGE_S = 5e-6

@@ -15,7 +15,7 @@ if not asked.plain:  # a clean loop waits for nothing, and this check reads a va
     assert hasattr(masking_utils, "find_packed_sequence_indices"), "Transformers has another name for it"
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 plants, device = asked.plants, asked.device
-sizes = Sizes.of(device, plain=asked.plain)
+sizes = Sizes.of(device, plants, plain=asked.plain)
 too_large = TooLarge(device) if "fragmenting" in plants else None
 
 

@@ -21,12 +21,14 @@ class Sizes:
     features: int = 0
 
     @classmethod
-    def of(cls, device: str, *, plain: bool = False) -> "Sizes":
+    def of(cls, device: str, plants: frozenset[str] = frozenset(), *, plain: bool = False) -> "Sizes":
         """Some tens of milliseconds a step on either. `plain`: without features."""
+        sizes = cls()
         if device == "cuda":
             features = 0 if plain else 1024
-            return cls(layers=12, width=1024, heads=16, context=1024, batch=16, vocabulary=32_768, features=features)
-        return cls()
+            sizes = cls(layers=12, width=1024, heads=16, context=1024, batch=16, vocabulary=32_768, features=features)
+        less = "odd_vocabulary" in plants
+        return dataclasses.replace(sizes, vocabulary=sizes.vocabulary - less)
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from plants import TINY_BUCKET_MB, Samples, TooLarge, optimizer
 
 asked = options()
 plants, device = asked.plants, asked.device
-sizes = Sizes.of(device, plain=asked.plain)
+sizes = Sizes.of(device, plants, plain=asked.plain)
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 if ranks > 1:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

@@ -40,6 +40,7 @@ PLANTS = {
     "accumulation_sync": Plant("gradients are sent after each of four micro-batches", ("accumulation_sync",), ranks=2),
     "fragmenting": Plant("a buffer for which there is no room, asked for in each step", ("allocator",), gpu=True),
     "second_process": Plant("another process computes on the same device", ("another_process",)),
+    "odd_vocabulary": Plant("a vocabulary of a word less than a power of two", ("matmul_shapes",), gpu=True),
 }
 """Name -> what it is. tests/planted/planted.py runs them all."""
 MICRO_BATCHES = 4

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trace_maker import launched, op, span, trace
-from trainstep.traces.patterns.pattern import PRECISION
+from trainstep.traces.patterns.pattern import ODD_SIZES, PRECISION
 from trainstep.traces.patterns.table import find_patterns
 from trainstep.traces.work import read_work
 
@@ -40,3 +40,39 @@ def test_fp32_counts_apart_and_what_does_not_fit_has_no_flops():
     assert [pattern.name for pattern in both.patterns] == [PRECISION]
     assert found(("aten::mm", [(8, 16), (15, 32)], BF16)).sixteen_bit.numbers() == {}
     assert found(("aten::mm", [(8, 16), (16, 32)], "float")).sixteen_bit.numbers() == {}
+
+
+def odd(*matmuls: tuple[str, list[tuple[int, ...]], str]) -> Any:
+    return [pattern for pattern in found(*matmuls).patterns if pattern.name == ODD_SIZES]
+
+
+def test_matmuls_of_odd_sizes_are_held_to_the_rate_of_the_others():
+    """They take as long for a quarter of the FLOPs. Sizes up to 64 are too small to matter, and fp32 has other multiples."""
+    even = ("aten::mm", [(1024, 1024), (1024, 4096)], BF16)
+    [pattern] = odd(
+        even,
+        ("aten::mm", [(512, 1024), (1024, 1027)], BF16),
+        ("aten::addmm", [(1027,), (512, 1024), (1024, 1027)], BF16),
+        ("aten::mm", [(1024, 1024), (1024, 10)], BF16),
+        ("aten::mm", [(512, 1024), (1024, 1027)], "float"),
+    )
+    share = 512 * 1024 * 1027 / ((1024 * 1024 * 4096 + 1024 * 1024 * 10) / 2)
+    assert (pattern.calls, pattern.time_ns) == (2, 200_000)
+    assert pattern.least_ns == pytest.approx(share * 200_000)
+    assert (
+        pattern.what
+        == f"16-bit matmuls with a size of 1,027, no multiple of 8, reach {share:.0%} of the rate of the others"
+    )
+    assert not odd(even)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["rows", "inner", "columns"])
+def test_each_size_may_be_odd(place: int):
+    rows, inner, columns = (1001 if at == place else 1024 for at in range(3))
+    other = ("aten::mm", [(1024, 1024), (1024, 1024)], BF16)
+    [pattern] = odd(other, ("aten::mm", [(rows, inner), (inner, columns)], BF16))
+    assert "a size of 1,001," in pattern.what
+
+
+def test_without_others_to_compare_with_nothing_is_said_of_odd_sizes():
+    assert not odd(("aten::mm", [(512, 1024), (1024, 1027)], BF16))

@@ -1,18 +1,25 @@
-"""The matmuls that torch's ops launch in a step: the pattern of fp32 matmuls, and the FLOPs of 16-bit matmuls."""
+"""The matmuls that torch's ops launch in a step: those in fp32, 16-bit ones of odd sizes, and the FLOPs of 16-bit ones.
+
+[Note: odd sizes] Where a size of a 16-bit matmul is no multiple of 8, cuBLAS has slow kernels: with GPT-2's 50,257 words in place
+of 50,304 the three matmuls of the head take an H200 7, 5 and 1.4 times as long (results/h200/odd_vocabulary.csv). The least time is
+that of the same FLOPs at the rate of the step's other 16-bit matmuls.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from trainstep.traces.kineto import Range
-from trainstep.traces.patterns.pattern import PRECISION, Pattern
-from trainstep.traces.patterns.step_ops import StepOps, tensors
+from trainstep.traces.patterns.pattern import ODD_SIZES, PRECISION, Pattern
+from trainstep.traces.patterns.step_ops import Shape, StepOps, tensors
 
 BATCHED = ("aten::bmm", "aten::baddbmm")
 _PLAIN = ("aten::mm", "aten::addmm")
 _MATMULS = (*BATCHED, *_PLAIN)
 SIXTEEN_BITS = ("c10::BFloat16", "c10::Half")
 """The 16-bit dtypes as traces write them."""
+_EVEN, _FEW = 8, 64
+"""Multiples that have fast kernels, and sizes, such as those of classes, whose matmuls are too small to matter."""
 
 
 class MatmulWork(NamedTuple):
@@ -37,11 +44,27 @@ def in_fp32(ops: StepOps) -> Iterator[Pattern]:
         yield Pattern(name=PRECISION, calls=len(matmuls), costs=costs, least_ns=0.0, what="matmuls of fp32 tensors")
 
 
+def of_odd_sizes(ops: StepOps) -> Iterator[Pattern]:
+    """The pattern of 16-bit matmuls with a size that is no multiple of 8, on a GPU. [Note: odd sizes]"""
+    matmuls = [op for op in _in_16_bits(ops, _PLAIN) if _flops(op)]
+    odd = [op for op in matmuls if _odd_sizes(op)]
+    even = [op for op in matmuls if not _odd_sizes(op)]
+    even_ns, odd_ns = (sum(cost.time_ns for cost in ops.costs(some).values()) for some in (even, odd))
+    if not (ops.on_device and even_ns and odd_ns):
+        return
+    share = sum(map(_flops, odd)) / odd_ns / (sum(map(_flops, even)) / even_ns)
+    of_size: dict[int, float] = {}
+    for op in odd:
+        for size in _odd_sizes(op):
+            of_size[size] = of_size.get(size, 0.0) + _flops(op)
+    size = max(of_size, key=lambda size: of_size[size])
+    what = f"16-bit matmuls with a size of {size:,}, no multiple of 8, reach {share:.0%} of the rate of the others"
+    yield Pattern(name=ODD_SIZES, calls=len(odd), costs=ops.costs(odd), least_ns=share * odd_ns, what=what)
+
+
 def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
     """The work of 16-bit matmuls on a GPU, with or without `batched` ones; a compiler's own kernels have no op and do not count."""
-    names = _MATMULS if batched else _PLAIN
-    matmuls = [op for op in ops.all if op.name in names and any(dtype in SIXTEEN_BITS for dtype in op.dtypes[:1])]
-    known = [opened for opened in matmuls if _flops(opened)]
+    known = [opened for opened in _in_16_bits(ops, _MATMULS if batched else _PLAIN) if _flops(opened)]
     time_ns = sum(cost.time_ns for cost in ops.costs(known).values())
     flops = sum(map(_flops, known))
     if not (ops.on_device and time_ns):
@@ -49,11 +72,27 @@ def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
     return MatmulWork(flops=flops / ops.steps, time_s=time_ns / 1e9 / ops.steps)
 
 
+def _in_16_bits(ops: StepOps, names: Sequence[str]) -> list[Range]:
+    return [op for op in ops.all if op.name in names and any(dtype in SIXTEEN_BITS for dtype in op.dtypes[:1])]
+
+
 def _flops(opened: Range) -> float:
     """2 m n k, summed over a batch; 0 if the shapes do not fit, since a trace may hold anything."""
+    factors = _factors(opened)
+    return 2.0 * math.prod(factors[0]) * factors[1][-1] if factors else 0.0
+
+
+def _odd_sizes(opened: Range) -> set[int]:
+    """Those of m, n and k that are no multiple of 8; empty if the shapes do not fit."""
+    sizes = {size for factor in _factors(opened) for size in factor[-2:]}
+    return {size for size in sizes if size % _EVEN and size > _FEW}
+
+
+def _factors(opened: Range) -> tuple[Shape, ...]:
+    """The shapes of the two factors, (..., m, k) and (..., k, n); empty if they do not fit."""
     factors = tensors(opened)
     # The first tensor of these ops is added to the product; it may have no dimension and then no shape
     factors = factors[-2:] if opened.name in ("aten::addmm", "aten::baddbmm") else factors[:2]
     if len(factors) < 2 or not len(factors[0]) == len(factors[1]) >= 2 or factors[0][-1] != factors[1][-2]:
-        return 0.0
-    return 2.0 * math.prod(factors[0]) * factors[1][-1]
+        return ()
+    return tuple(factors)

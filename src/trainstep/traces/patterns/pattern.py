@@ -7,7 +7,7 @@ from typing import NamedTuple
 from trainstep.traces.patterns.step_ops import Cost, Shape
 
 ATTENTION, OPTIMIZER, SLICES, PRECISION = "written-out attention", "optimizer by tensor", "slices", "fp32 matmuls"
-MASK, FP32_ATTENTION = "attention with a mask", "fp32 attention"
+MASK, FP32_ATTENTION, ODD_SIZES = "attention with a mask", "fp32 attention", "matmuls of odd sizes"
 FUSED_ATTENTION, FUSED_CAUSAL_ATTENTION, FUSED_MASKED_ATTENTION = "attention", "causal attention", "masked attention"
 FUSED_ADAMW = "AdamW"
 

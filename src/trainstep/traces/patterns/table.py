@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainstep.traces.patterns.attention import fused_in_fp32, with_mask, written_out
-from trainstep.traces.patterns.matmuls import NO_MATMULS, MatmulWork, in_fp32, sixteen_bit_work
+from trainstep.traces.patterns.matmuls import NO_MATMULS, MatmulWork, in_fp32, of_odd_sizes, sixteen_bit_work
 from trainstep.traces.patterns.optimizer import by_tensor
 from trainstep.traces.patterns.pattern import Pattern
 from trainstep.traces.patterns.slices import in_slices
@@ -74,6 +74,7 @@ def find_patterns(work: TraceWork) -> Patterns:
         *by_tensor(ops),
         *in_slices(ops),
         *in_fp32(ops),
+        *of_odd_sizes(ops),
         *fused_in_fp32(ops),
     )
     return Patterns(
