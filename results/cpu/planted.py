@@ -1,11 +1,11 @@
 """Planted slowdowns: does `trainstep explain` name what was planted in somebody's loop, and does undoing it gain what it says?
 
     python results/cpu/planted.py run --rounds 3 --out results/cpu/planted.ndjson         # resumable; an hour on two cores
-    python results/cpu/planted.py run --device cuda --out results/h200/planted.ndjson     # the same on a GPU, all twelve
+    python results/cpu/planted.py run --device cuda --out results/h200/planted.ndjson     # the same on a GPU, all of them
     python results/cpu/planted.py table results/cpu/planted.ndjson > results/cpu/planted.md
 
-A case is a loop of tests/planted/loops (by hand, Hugging Face's Trainer, Lightning) with one slowdown, or two of twelve
-pairs drawn with a seed, or none. It runs under `trainstep run`, and `trainstep explain --json` reads the records. Clean and
+A case is a loop of tests/planted/loops (by hand, Hugging Face's Trainer, Lightning) with one slowdown, or two (twelve
+pairs are drawn with a seed), or none. It runs under `trainstep run`, and `trainstep explain --json` reads the records. Clean and
 planted runs are alternate: the measured gain of a case is 1 - clean / planted, where clean is the mean of the last clean
 runs before and after it; with `--clean-every 3` there is a clean run after each third planted one, and one run stands for
 both sides of the others. `--rounds 3` runs each planted case three times: its gains are the medians of the rounds, its ranks

@@ -56,6 +56,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "bucketed by bucket, library": {"sync": "bucketed", "in_place": True, "update": "by_bucket"},
     "none again": {"sync": "none"},
 }
+# Torch's strategies are launched by the host and have its fused AdamW, as their users run them.
 BY_HOST: dict[str, dict[str, Any]] = {
     f"{sync}, launched by the host": {"sync": sync, "capture": "none"}
     for sync in ("none", "bucketed", "sharded_flat", "fsdp")
@@ -79,7 +80,7 @@ OURS = {
     "capture": "step",
 }
 RAW_BYTES, MESSAGES, NUMEL = 256 * 2**20, 12, 31 * 2**20
-TURNS, STUDENT_99_OF_9 = 9, 3.355
+TURNS, STUDENT_99 = 9, 3.355  # the 99.5 % quantile for eight degrees of freedom
 Work = Callable[[], object]
 
 
@@ -217,7 +218,7 @@ def measure_messages(ranks: Ranks, rows: Rows) -> None:
 
 
 def built(ranks: Ranks, model: str, context: int, name: str) -> Assembly:
-    """The strategy's step, after six of its steps."""
+    """The strategy's step, warmed up by six steps."""
     values: Mapping[str, Any] = {
         "ranks": ranks.world_size,
         "model": model,
@@ -285,16 +286,16 @@ def table(path: Path) -> str:
         what = line.get("strategy") or " ".join(
             str(line[key]) for key in ("operation", "transport", "peers") if key in line
         )
-        of = f"{line['model']}, {line['ranks']} ranks" if "model" in line else ""
-        key: tuple[str, ...] = (line["test"], of, what, line.get("design", ""))
+        model = f"{line['model']}, {line['ranks']} GPU{'s' * (line['ranks'] > 1)}" if "model" in line else ""
+        key: tuple[str, ...] = (line["test"], model, what, line.get("design", ""))
         rows.setdefault(key, []).extend(line["ms"])
         if line["test"] == "pair":
-            partners[key] = "pair", of, line["design"].removeprefix("beside "), f"beside {what}"
+            partners[key] = "pair", model, line["design"].removeprefix("beside "), f"beside {what}"
         elif line["test"] in ("push", "pull"):
             sent[key] = line["bytes"]
         elif line["test"] == "alone":
             sent[key] = MESSAGES * NUMEL * 4 * (line["ranks"] - 1) / line["ranks"]
-    lines = ["| test | model | of | design | ms | GB/s | / partner, 99 % interval | samples |", f"|{'---|' * 8}"]
+    lines = ["| test | model | what | design | ms | GB/s | / partner, 99 % interval | samples |", f"|{'---|' * 8}"]
     for key, ms in rows.items():  # in the order of the file
         rate = f"{sent[key] / statistics.median(ms) / 1e6:.0f}" if key in sent else ""
         ratio = ratio_words(ms, rows[partners[key]]) if key in partners else ""
@@ -305,7 +306,7 @@ def table(path: Path) -> str:
 def ratio_words(ms: list[float], partner_ms: list[float]) -> str:
     """The ratio of windows in pairs, with Student's 99 % interval over nine of them."""
     logs = [math.log(own / other) for own, other in zip(ms, partner_ms, strict=True)]
-    middle, half = statistics.mean(logs), STUDENT_99_OF_9 * statistics.stdev(logs) / 3
+    middle, half = statistics.mean(logs), STUDENT_99 * statistics.stdev(logs) / math.sqrt(TURNS)
     return f"{math.exp(middle):.3f} ({math.exp(middle - half):.3f} to {math.exp(middle + half):.3f})"
 
 

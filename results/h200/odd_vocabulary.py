@@ -1,9 +1,9 @@
-"""Times the three matmuls of the head with a vocabulary that is no multiple of 8: whole, in two parts, and with 47 words more.
+"""Times the three matmuls of the head with a vocabulary that is no multiple of 8: whole, in two parts, and with 50,304 words.
 
     python results/h200/odd_vocabulary.py runs/odd_vocabulary.csv      # one GPU; ten seconds
 
 bf16, a chunk of tokens, rows of logits aligned to 32 bytes, as ops/linear_cross_entropy.py has them. Each design has a
-turn of five calls in each of nine rounds; a sample is the time of a call.
+turn of five calls in each of nine rounds; a sample is the mean of its calls.
 """
 
 import argparse

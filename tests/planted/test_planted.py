@@ -1,7 +1,7 @@
 """A slowdown that is planted in a loop is the first cause that `trainstep explain` names: three loops, each under `trainstep run`.
 
 Each run is a process of its own. On a CPU with other work an excess `another_process` may be true, and is left out of the ranks
-where it was not planted. results/cpu/planted.py measures the same with the gains, on a GPU all twelve.
+where it was not planted. results/cpu/planted.py measures the same with the gains, on GPUs all of them.
 """
 
 import contextlib

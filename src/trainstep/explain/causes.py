@@ -71,7 +71,10 @@ CAUSES: Mapping[str, Cause] = {
             'model.set_attn_implementation("causal")',
         ),
     ),
-    "matmul_shapes": Cause("matmul shapes", "more tokens in a batch, and widths that are multiples of 128"),
+    "matmul_shapes": Cause(
+        "matmul shapes",
+        "more tokens in a batch, and widths and a vocabulary that are multiples of 128, or at least of 8",
+    ),
     "precision": Cause(
         "precision",
         "compute matmuls in bf16, or in tf32 where weights must stay fp32",

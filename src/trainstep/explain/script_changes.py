@@ -31,7 +31,8 @@ _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
 }
 """Cause -> the changes that remove it; they are tried in this order where their gains are equal."""
 _IF_FOUND = ("data", "garbage_collector", "synchronisations", "attention_mask", "matmul_shapes")
-"""Causes whose changes are tried only if the budget has the cause with a large enough gain: else they could save nothing."""
+"""Causes whose changes are tried only if the budget has the cause with a large enough gain: else they could save nothing. That of
+matmul_shapes is tried for other causes in any case, and has this one's name only where it was found."""
 _LEAST_SHARE = 0.01
 """Share of the step. A proof cannot show a smaller gain."""
 _GPU_ONLY = ("copies", "pin_memory", "ops")

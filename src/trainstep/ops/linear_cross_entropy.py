@@ -10,7 +10,7 @@ no dW is held between forward and backward.
 dW is summed over chunks in `sum_dtype`: in fp32, which needs 4 bytes per element of W while it runs, or in W's dtype, which rounds
 after each chunk. With a single chunk the matmul sums all of it.
 
-[Note: odd vocabularies] For sizes that are no multiple of 8 cuBLAS has slow kernels alone, even where all rows are aligned. With
+[Note: odd vocabularies] For 16-bit sizes that are no multiple of 8 cuBLAS has only slow kernels, even where rows are aligned. With
 GPT-2's 50,257 words the three matmuls of 8,192 tokens, 4,096 wide, take an H200 66 ms, and 14 in two parts each: the words up to a
 multiple of 16, and the rest (results/h200/odd_vocabulary.csv).
 """
@@ -129,8 +129,9 @@ def _check(
 
 
 _ALIGNED = 16
-"""Rows of logits are padded to a multiple of so many, as only of such a stride does Triton know that all rows are aligned, and
-matmuls of other vocabularies are split behind the last multiple of so many words. [Note: odd vocabularies]"""
+"""Rows of logits are padded to a multiple of this: only of such a stride does Triton know that all rows are aligned. Matmuls of a
+vocabulary that is no multiple of `_FAST` are split behind its last multiple of this. [Note: odd vocabularies]"""
+_FAST = 8
 
 
 class _Work(NamedTuple):
@@ -199,7 +200,7 @@ def _by_chunks(
             z_loss=work.z_loss, has_lse=has_lse, gradient=gradient,
         )  # fmt: skip
         for words in splits:
-            if wants_hidden:  # the few words first, so that only their part is rounded before the sum
+            if wants_hidden:  # the rest first: of the two parts of dx, that of few words is rounded before the sum
                 dhidden[part].addmm_(z[:, words], weight[words], beta=0 if words is splits[0] else 1)
             if wants_weight:
                 _add_product(dweight[words], z[:, words].T, x)
@@ -213,9 +214,9 @@ def _new_logits(rows: Tensor, tokens: int, vocabulary: int) -> Tensor:
 
 
 def _splits(vocabulary: int) -> list[slice]:
-    """Words that are multiplied at once, the few first. [Note: odd vocabularies]"""
+    """The words of each matmul: the rest behind the last multiple of 16, then all before it; all at once if 8 divides them."""
     whole = vocabulary // _ALIGNED * _ALIGNED
-    if vocabulary % 8 == 0 or not whole:
+    if vocabulary % _FAST == 0 or not whole:
         return [slice(0, vocabulary)]
     return [slice(whole, vocabulary), slice(0, whole)]
 

@@ -156,7 +156,7 @@ class _Search(Trials):
                 if step is not None:
                     result.steps.append(step)
                     if step.kept and "precision" in change.options:
-                        self._once_more(rows, changes)
+                        self._capture_again(rows, changes)
             if result.best != result.fitting:
                 together = "all kept changes"
                 result.whole = self.judged(together, result.fitting, result.best, None)
@@ -208,17 +208,17 @@ class _Search(Trials):
             return
         rows[: len(alike)] = sorted(alike, key=self._alone_s)
 
-    def _once_more(self, rows: list[Change], changes: Sequence[Change]) -> None:
-        """Put changes that were compared before a precision was kept behind the precisions, if they decide what that decides.
+    def _capture_again(self, rows: list[Change], changes: Sequence[Change]) -> None:
+        """Queue capture again behind the remaining precisions, if it was compared before and not kept.
 
-        These are `_BEFORE_PRECISIONS`: a step that is faster on the device may wait for the host, where the one before did not.
+        In the precision that was kept since, a step may wait for the host.
         """
         compared = [step.change for step in self.result.steps if step.comparison is not None and not step.kept]
-        place = next((place for place, row in enumerate(rows) if "precision" not in row.options), len(rows))
+        place = next((number for number, row in enumerate(rows) if "precision" not in row.options), len(rows))
         rows[place:place] = [
             change
             for change in changes
-            if _BEFORE_PRECISIONS in change.options and name_of(change.options) in compared and change not in rows
+            if "capture" in change.options and name_of(change.options) in compared and change not in rows
         ]
 
     def _alone_s(self, change: Change) -> float:

@@ -22,13 +22,12 @@ class Sizes:
 
     @classmethod
     def of(cls, device: str, plants: frozenset[str] = frozenset(), *, plain: bool = False) -> "Sizes":
-        """Some tens of milliseconds a step on either. `plain`: without features."""
+        """Some tens of milliseconds a step on either, with a word less if the plants have it. `plain`: without features."""
         sizes = cls()
         if device == "cuda":
             features = 0 if plain else 1024
             sizes = cls(layers=12, width=1024, heads=16, context=1024, batch=16, vocabulary=32_768, features=features)
-        less = "odd_vocabulary" in plants
-        return dataclasses.replace(sizes, vocabulary=sizes.vocabulary - less)
+        return dataclasses.replace(sizes, vocabulary=sizes.vocabulary - 1) if "odd_vocabulary" in plants else sizes
 
 
 class Block(nn.Module):

@@ -40,9 +40,11 @@ PLANTS = {
     "accumulation_sync": Plant("gradients are sent after each of four micro-batches", ("accumulation_sync",), ranks=2),
     "fragmenting": Plant("a buffer for which there is no room, asked for in each step", ("allocator",), gpu=True),
     "second_process": Plant("another process computes on the same device", ("another_process",)),
-    "odd_vocabulary": Plant("a vocabulary of a word less than a power of two", ("matmul_shapes",), gpu=True),
+    "odd_vocabulary": Plant(
+        "a vocabulary that is no multiple of 8 (32,767 words on a GPU)", ("matmul_shapes",), gpu=True
+    ),
 }
-"""Name -> what it is. tests/planted/planted.py runs them all."""
+"""Name -> what it is. results/cpu/planted.py runs them all."""
 MICRO_BATCHES = 4
 _LATE_S = 0.015
 _SLICES = 25

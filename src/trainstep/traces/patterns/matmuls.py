@@ -1,8 +1,8 @@
 """The matmuls that torch's ops launch in a step: those in fp32, 16-bit ones of odd sizes, and the FLOPs of 16-bit ones.
 
-[Note: odd sizes] Where a size of a 16-bit matmul is no multiple of 8, cuBLAS has slow kernels: with GPT-2's 50,257 words in place
-of 50,304 the three matmuls of the head take an H200 7, 5 and 1.4 times as long (results/h200/odd_vocabulary.csv). The least time is
-that of the same FLOPs at the rate of the step's other 16-bit matmuls.
+[Note: odd sizes] Where a size of a 16-bit matmul is no multiple of 8, cuBLAS has only slow kernels: with GPT-2's 50,257 words, not
+50,304, the three matmuls of the head take an H200 7, 5 and 1.4 times as long (results/h200/odd_vocabulary.csv). The least time is that
+of the same FLOPs at the rate of the step's other 16-bit matmuls.
 """
 
 import math
@@ -18,8 +18,10 @@ _PLAIN = ("aten::mm", "aten::addmm")
 _MATMULS = (*BATCHED, *_PLAIN)
 SIXTEEN_BITS = ("c10::BFloat16", "c10::Half")
 """The 16-bit dtypes as traces write them."""
-_EVEN, _FEW = 8, 64
-"""Multiples that have fast kernels, and sizes, such as those of classes, whose matmuls are too small to matter."""
+_MULTIPLE = 8
+"""Sizes that are multiples of this have fast kernels; others are called odd here."""
+_SMALL = 64
+"""Sizes up to this, such as a number of classes, matter little."""
 
 
 class MatmulWork(NamedTuple):
@@ -46,20 +48,23 @@ def in_fp32(ops: StepOps) -> Iterator[Pattern]:
 
 def of_odd_sizes(ops: StepOps) -> Iterator[Pattern]:
     """The pattern of 16-bit matmuls with a size that is no multiple of 8, on a GPU. [Note: odd sizes]"""
-    matmuls = [op for op in _in_16_bits(ops, _PLAIN) if _flops(op)]
-    odd = [op for op in matmuls if _odd_sizes(op)]
-    even = [op for op in matmuls if not _odd_sizes(op)]
-    even_ns, odd_ns = (sum(cost.time_ns for cost in ops.costs(some).values()) for some in (even, odd))
-    if not (ops.on_device and even_ns and odd_ns):
+    odd: list[Range] = []
+    others: list[Range] = []
+    flops_by_size: dict[int, float] = {}
+    for op in _in_16_bits(ops, _PLAIN):
+        flops, odd_sizes = _flops(op), _odd_sizes(op)
+        if flops:
+            (odd if odd_sizes else others).append(op)
+        for odd_size in odd_sizes:
+            flops_by_size[odd_size] = flops_by_size.get(odd_size, 0.0) + flops
+    odd_ns, others_ns = (sum(cost.time_ns for cost in ops.costs(some).values()) for some in (odd, others))
+    if not (ops.on_device and odd_ns and others_ns):
         return
-    share = sum(map(_flops, odd)) / odd_ns / (sum(map(_flops, even)) / even_ns)
-    of_size: dict[int, float] = {}
-    for op in odd:
-        for size in _odd_sizes(op):
-            of_size[size] = of_size.get(size, 0.0) + _flops(op)
-    size = max(of_size, key=lambda size: of_size[size])
-    what = f"16-bit matmuls with a size of {size:,}, no multiple of 8, reach {share:.0%} of the rate of the others"
-    yield Pattern(name=ODD_SIZES, calls=len(odd), costs=ops.costs(odd), least_ns=share * odd_ns, what=what)
+    share = sum(map(_flops, odd)) / odd_ns / (sum(map(_flops, others)) / others_ns)
+    if share < 1:
+        size = max(flops_by_size, key=lambda odd_size: flops_by_size[odd_size])
+        what = f"16-bit matmuls with a size of {size:,}, no multiple of 8, reach {share:.0%} of the rate of the others"
+        yield Pattern(name=ODD_SIZES, calls=len(odd), costs=ops.costs(odd), least_ns=share * odd_ns, what=what)
 
 
 def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
@@ -73,6 +78,7 @@ def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
 
 
 def _in_16_bits(ops: StepOps, names: Sequence[str]) -> list[Range]:
+    """Ops of these names whose first tensor is in 16 bits."""
     return [op for op in ops.all if op.name in names and any(dtype in SIXTEEN_BITS for dtype in op.dtypes[:1])]
 
 
@@ -85,7 +91,7 @@ def _flops(opened: Range) -> float:
 def _odd_sizes(opened: Range) -> set[int]:
     """Those of m, n and k that are no multiple of 8; empty if the shapes do not fit."""
     sizes = {size for factor in _factors(opened) for size in factor[-2:]}
-    return {size for size in sizes if size % _EVEN and size > _FEW}
+    return {size for size in sizes if size % _MULTIPLE and size > _SMALL}
 
 
 def _factors(opened: Range) -> tuple[Shape, ...]:

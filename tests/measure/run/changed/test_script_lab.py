@@ -576,7 +576,7 @@ def test_a_larger_batch_takes_more_of_a_gpu_until_one_has_run(tmp_path: Path):
     lab._known[name] = dataclasses.replace(lab._known[name], facts={**lab._known[name].facts, **weights})
     assert lab._taken(four) == pytest.approx(
         (1.05 * 2**30, (1.05 * (2 + 4 * 8) + 1) * 2**30)
-    )  # 2 GiB hold no activations
+    )  # 2 GiB of weights, gradients and moments do not grow
     weights["script_precision"] = Fact(value="bf16", unit="")
     lab._known[name] = dataclasses.replace(lab._known[name], facts={**lab._known[name].facts, **weights})
     assert lab._taken(four) == pytest.approx((1.05 * 2**30, (1.05 * 4 * 10 + 1) * 2**30))

@@ -272,8 +272,8 @@ class ScriptProcesses:
     def _taken(self, options: Options) -> tuple[float, float] | None:
         """Expected bytes of the machine's memory and of the GPU's for a process of these options; None if unknown.
 
-        They are what such a process took, or one with the same batch size, or else the original. For a batch k times as large the
-        GPU's bytes are taken k times, without those of weights, gradients and AdamW in fp32; with 16-bit weights all of them.
+        They are what such a process took, or one with the same batch size, or else the original. For a batch k times as large, what
+        is left after weights, gradients and AdamW's moments in fp32 is taken k times; with 16-bit weights everything is.
         """
         key, start = self.key_of(options), self.key_of(self.start)
         ran = [record for record in self._known.values() if self._is_ours(record) and not record.failure]
@@ -286,7 +286,8 @@ class ScriptProcesses:
         peak = first.fact("peak_reserved_bytes")
         if first.config["device"] == "cuda" and not (peak and self._here.gpu_memory_bytes):
             return None
-        room = _ROOM_KNOWN if first.key == key else _ROOM
+        has_run = first.key == key
+        room = _ROOM_KNOWN if has_run else _ROOM
         resident_bytes = room * (first.fact("peak_rss_bytes") or 0)
         if not peak:
             return resident_bytes, 0.0
