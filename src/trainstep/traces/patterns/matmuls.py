@@ -1,8 +1,8 @@
 """The matmuls that torch's ops launch in a step: those in fp32, 16-bit ones of odd sizes, and the FLOPs of 16-bit ones.
 
 [Note: odd sizes] Where a size of a 16-bit matmul is no multiple of 8, cuBLAS has only slow kernels: with GPT-2's 50,257 words, not
-50,304, the three matmuls of the head take an H200 7, 5 and 1.4 times as long (results/h200/odd_vocabulary.csv). The least time is that
-of the same FLOPs at the rate of the step's other 16-bit matmuls.
+50,304, the three matmuls of the head take an H200 7, 5 and 1.4 times as long (results/h200/odd_vocabulary.csv). The least time is
+that of the same FLOPs at the rate of the step's other 16-bit matmuls.
 """
 
 import math
