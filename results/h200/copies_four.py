@@ -286,7 +286,9 @@ def table(path: Path) -> str:
         what = line.get("strategy") or " ".join(
             str(line[key]) for key in ("operation", "transport", "peers") if key in line
         )
-        model = f"{line['model']}, {line['ranks']} GPU{'s' * (line['ranks'] > 1)}" if "model" in line else ""
+        model = ""
+        if "model" in line:
+            model = f"{line['model']} at {line['context']}, {line['ranks']} GPU{'s' * (line['ranks'] > 1)}"
         key: tuple[str, ...] = (line["test"], model, what, line.get("design", ""))
         rows.setdefault(key, []).extend(line["ms"])
         if line["test"] == "pair":
@@ -298,13 +300,15 @@ def table(path: Path) -> str:
     lines = ["| test | model | what | design | ms | GB/s | / partner, 99 % interval | samples |", f"|{'---|' * 8}"]
     for key, ms in rows.items():  # in the order of the file
         rate = f"{sent[key] / statistics.median(ms) / 1e6:.0f}" if key in sent else ""
-        ratio = ratio_words(ms, rows[partners[key]]) if key in partners else ""
+        ratio = ratio_words(ms, rows.get(partners[key], [])) if key in partners else ""
         lines.append(f"| {' | '.join(key)} | {statistics.median(ms):.2f} | {rate} | {ratio} | {len(ms)} |")
     return "\n".join(lines)
 
 
 def ratio_words(ms: list[float], partner_ms: list[float]) -> str:
-    """The ratio of windows in pairs, with Student's 99 % interval over nine of them."""
+    """The ratio of windows in pairs, with Student's 99 % interval; empty unless there are as many as one run has."""
+    if not len(ms) == len(partner_ms) == TURNS:
+        return ""
     logs = [math.log(own / other) for own, other in zip(ms, partner_ms, strict=True)]
     middle, half = statistics.mean(logs), STUDENT_99 * statistics.stdev(logs) / math.sqrt(TURNS)
     return f"{math.exp(middle):.3f} ({math.exp(middle - half):.3f} to {math.exp(middle + half):.3f})"
@@ -321,6 +325,11 @@ def main() -> None:
     if asked.what == "table":
         print(table(asked.file))
         return
+    known = {"messages": [], "steps": list(WAYS), "pairs": [ours for ours, _ in PAIRS]}[asked.what]
+    if unknown := set(asked.only) - set(known):
+        parser.error(
+            f"--only: {asked.what} has no {', '.join(sorted(unknown))}; it has {', '.join(known) or 'no choice'}"
+        )
     ranks = start_ranks()
     rows = Rows(asked.file, ranks)
     if asked.what == "messages":

@@ -61,11 +61,14 @@ def main() -> None:
     parser.add_argument("file", help="CSV file for the samples")
     parser.add_argument("--sizes", default="2048x4096,8192x4096,8192x768", help="tokens x width")
     asked = parser.parse_args()
+    try:
+        sizes = [(int(tokens), int(width)) for tokens, width in (size.split("x") for size in asked.sizes.split(","))]
+    except ValueError:
+        parser.error(f"--sizes: must be tokens x width, as 2048x4096,8192x768, not {asked.sizes}")
     with open(asked.file, "w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["tokens", "width", "design", "product", "ms"])
-        for size in asked.sizes.split(","):
-            tokens, width = map(int, size.split("x"))
+        for tokens, width in sizes:
             designs = {
                 "whole": products(tokens, width, WORDS, WORDS),
                 "in two": products(tokens, width, WORDS, SPLIT),

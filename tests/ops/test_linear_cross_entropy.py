@@ -75,8 +75,30 @@ def test_a_vocabulary_of_several_tiles(device: str):
 def test_all_words_but_a_few_are_multiplied_in_sizes_for_which_fast_matmuls_exist(vocabulary: int):
     *few, most = module._splits(vocabulary)
     assert sorted(word for part in (*few, most) for word in range(part.start, part.stop)) == [*range(vocabulary)]
-    assert (most.stop - most.start) % 8 == 0 or vocabulary < 16
+    assert (most.stop - most.start) % (16 if few else 8) == 0 or vocabulary < 16
     assert sum(part.stop - part.start for part in few) < 16
+    assert bool(few) == (vocabulary > 16 and vocabulary % 8 != 0)
+    assert most.start < most.stop
+
+
+@ONLY_KERNELS
+def test_each_of_the_three_matmuls_is_done_in_two_parts(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, int]] = []
+    mm, addmm_ = torch.mm, Tensor.addmm_
+
+    def seen_mm(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        seen.append(b.shape)
+        return mm(a, b, **options)
+
+    def seen_addmm_(total: Tensor, a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        seen.append(a.shape)
+        return addmm_(total, a, b, **options)
+
+    hidden, weight, targets = operands(6, 50, torch.float32, "cpu")
+    monkeypatch.setattr(torch, "mm", seen_mm)
+    monkeypatch.setattr(Tensor, "addmm_", seen_addmm_)
+    linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), targets).backward()
+    assert seen == [(24, 2), (24, 48), (6, 2), (2, 6), (6, 48), (48, 6)]
 
 
 @pytest.fixture

@@ -94,10 +94,38 @@ def test_capture_is_tried_once_more_behind_a_precision_that_was_kept():
         ("capture auto", False),
         ("precision bf16_autocast", True),
         ("precision fp16_autocast", False),
-        ("capture auto", True),
+        ("capture auto, once more", True),
         ("compile block", True),
     ]
     assert result.chosen == {**START, "precision": "bf16_autocast", "capture": "auto", "compile": "block"}
+
+
+def test_capture_is_tried_once_more_behind_the_last_precision_and_no_other_change_is():
+    lab = WaitsInBf16({"bf16_autocast": 0.9, "bf16": 0.5, "block": 1.0})
+    result = lab.run(BLOCK, CAPTURE, BF16, Change(options={"precision": "bf16"}))
+    assert [(step.change, step.kept) for step in result.steps] == [
+        ("compile block", False),
+        ("capture auto", False),
+        ("precision bf16_autocast", True),
+        ("precision bf16", True),
+        ("capture auto, once more", True),
+    ]
+
+
+def test_capture_without_room_in_fp32_is_tried_once_more():
+    lab = WaitsInBf16({"bf16_autocast": 0.5})
+    lab.fits = lambda options: "capture" not in options or "precision" in options
+    steps = lab.run(CAPTURE, BF16).steps
+    assert [(step.change, step.word) for step in steps] == [
+        ("capture auto", "out of memory"),
+        ("precision bf16_autocast", "faster"),
+        ("capture auto, once more", "faster"),
+    ]
+
+
+def test_capture_is_not_tried_once_more_behind_a_precision_that_was_not_kept():
+    result = WaitsInBf16({"bf16_autocast": 1.0}).run(CAPTURE, BF16)
+    assert [step.change for step in result.steps] == ["capture auto", "precision bf16_autocast"]
 
 
 @pytest.mark.parametrize("capture", [0.5, 1.0], ids=["kept", "refused"])
@@ -112,7 +140,7 @@ def test_what_the_budget_leaves_of_a_second_capture_is_told():
     lab = WaitsInBf16({"bf16_autocast": 0.4}, budget=4)  # the start twice, and each change
     result = lab.run(CAPTURE, BF16)
     assert [step.change for step in result.steps] == ["capture auto", "precision bf16_autocast"]
-    assert result.untried == ["capture auto"]
+    assert result.untried == ["capture auto, once more"]
 
 
 def test_a_single_kept_change_is_measured_a_second_time():

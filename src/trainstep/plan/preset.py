@@ -14,7 +14,7 @@ takes as long as six trials.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainstep.config.attention import PACKAGES
@@ -154,14 +154,14 @@ class _Search(Trials):
                 step = self._step(rows[0])
                 change = rows.pop(0)
                 if step is not None:
-                    result.steps.append(step)
+                    result.steps.append(replace(step, change=self._told(step.change)))
                     if step.kept and "precision" in change.options:
                         self._capture_again(rows, changes)
             if result.best != result.fitting:
                 together = "all kept changes"
                 result.whole = self.judged(together, result.fitting, result.best, None)
         except BudgetSpent:
-            result.untried += [name for change in rows if (name := self._untried_name(change))]
+            result.untried += [self._told(name) for change in rows if (name := self._untried_name(change))]
             if not rows:
                 result.untried.append("all kept changes against the start")
         return result
@@ -209,17 +209,22 @@ class _Search(Trials):
         rows[: len(alike)] = sorted(alike, key=self._alone_s)
 
     def _capture_again(self, rows: list[Change], changes: Sequence[Change]) -> None:
-        """Queue capture again behind the remaining precisions, if it was compared before and not kept.
+        """Queue capture again behind the remaining precisions, if it was compared before and not kept, or ran out of memory.
 
-        In the precision that was kept since, a step may wait for the host.
+        In the precision that was kept since, a step may wait for the host, and needs less memory.
         """
-        compared = [step.change for step in self.result.steps if step.comparison is not None and not step.kept]
+        left = [step for step in self.result.steps if not step.kept]
+        tried = [step.change for step in left if step.comparison is not None or step.word == "out of memory"]
         place = next((number for number, row in enumerate(rows) if "precision" not in row.options), len(rows))
         rows[place:place] = [
             change
             for change in changes
-            if "capture" in change.options and name_of(change.options) in compared and change not in rows
+            if "capture" in change.options and name_of(change.options) in tried and change not in rows
         ]
+
+    def _told(self, name: str) -> str:
+        """The change's name in what is told of it, where one of that name has been tried already."""
+        return f"{name}, once more" if name in [step.change for step in self.result.steps] else name
 
     def _alone_s(self, change: Change) -> float:
         """The fastest step of its trial; 0 where it is not tried or fails, infinite where the budget has no room for it."""

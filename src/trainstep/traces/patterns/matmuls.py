@@ -1,8 +1,10 @@
 """The matmuls that torch's ops launch in a step: those in fp32, 16-bit ones of odd sizes, and the FLOPs of 16-bit ones.
 
 [Note: odd sizes] Where a size of a 16-bit matmul is no multiple of 8, cuBLAS has only slow kernels: with GPT-2's 50,257 words, not
-50,304, the three matmuls of the head take an H200 7, 5 and 1.4 times as long (results/h200/odd_vocabulary.csv). The least time is
-that of the same FLOPs at the rate of the step's other 16-bit matmuls.
+50,304, the three matmuls of the head take an H200 7, 5 and 1.4 times as long (results/h200/odd_vocabulary.csv). An odd number of
+tokens may be harmless, and small or narrow matmuls are slow for other reasons. So a matmul counts only if all its sizes are over
+64 and it has less than half the rate of the step's others with at most twice its FLOPs: larger ones should be no slower. The least
+time is that of its FLOPs at that rate.
 """
 
 import math
@@ -14,14 +16,17 @@ from trainstep.traces.patterns.pattern import ODD_SIZES, PRECISION, Pattern
 from trainstep.traces.patterns.step_ops import Shape, StepOps, tensors
 
 BATCHED = ("aten::bmm", "aten::baddbmm")
-_PLAIN = ("aten::mm", "aten::addmm")
+_PLAIN = ("aten::mm", "aten::addmm", "aten::addmm_")
+_ADDED = ("aten::addmm", "aten::addmm_", "aten::baddbmm")
 _MATMULS = (*BATCHED, *_PLAIN)
 SIXTEEN_BITS = ("c10::BFloat16", "c10::Half")
 """The 16-bit dtypes as traces write them."""
-_MULTIPLE = 8
-"""Sizes that are multiples of this have fast kernels; others are called odd here."""
-_SMALL = 64
-"""Sizes up to this, such as a number of classes, matter little."""
+_MULTIPLE, _SMALL = 8, 64
+"""Sizes that are multiples of the first have fast kernels, others are called odd here; sizes up to the second are narrow."""
+_ALIKE, _SLOW = 2.0, 0.5
+"""A matmul is compared with those of at most so many times its FLOPs, and is slow below this share of their rate."""
+_LARGEST = 2**40
+"""A foreign trace may hold anything; no tensor has a larger size."""
 
 
 class MatmulWork(NamedTuple):
@@ -46,59 +51,74 @@ def in_fp32(ops: StepOps) -> Iterator[Pattern]:
         yield Pattern(name=PRECISION, calls=len(matmuls), costs=costs, least_ns=0.0, what="matmuls of fp32 tensors")
 
 
+class _Matmul(NamedTuple):
+    """A matmul of the step: its sizes m, k and n, its FLOPs, and its kernels' time."""
+
+    op: Range
+    sizes: tuple[int, int, int]
+    flops: float
+    time_ns: int
+
+    @property
+    def odd_sizes(self) -> list[int]:
+        return [size for size in self.sizes if size % _MULTIPLE]
+
+
 def of_odd_sizes(ops: StepOps) -> Iterator[Pattern]:
-    """The pattern of 16-bit matmuls with a size that is no multiple of 8, on a GPU. [Note: odd sizes]"""
-    odd: list[Range] = []
-    others: list[Range] = []
-    flops_by_size: dict[int, float] = {}
-    for op in _in_16_bits(ops, _PLAIN):
-        flops, odd_sizes = _flops(op), _odd_sizes(op)
-        if flops:
-            (odd if odd_sizes else others).append(op)
-        for odd_size in odd_sizes:
-            flops_by_size[odd_size] = flops_by_size.get(odd_size, 0.0) + flops
-    odd_ns, others_ns = (sum(cost.time_ns for cost in ops.costs(some).values()) for some in (odd, others))
-    if not (ops.on_device and odd_ns and others_ns):
-        return
-    share = sum(map(_flops, odd)) / odd_ns / (sum(map(_flops, others)) / others_ns)
-    if share < 1:
-        size = max(flops_by_size, key=lambda odd_size: flops_by_size[odd_size])
-        what = f"16-bit matmuls with a size of {size:,}, no multiple of 8, reach {share:.0%} of the rate of the others"
-        yield Pattern(name=ODD_SIZES, calls=len(odd), costs=ops.costs(odd), least_ns=share * odd_ns, what=what)
+    """The pattern of 16-bit matmuls that a size which is no multiple of 8 makes slow, on a GPU. [Note: odd sizes]"""
+    wide = [each for each in _in_16_bits(ops, _PLAIN) if min(each.sizes) > _SMALL]
+    others = [each for each in wide if not each.odd_sizes]
+    slow: list[Range] = []
+    time_ns, least_ns = 0, 0.0
+    time_by_size: dict[int, int] = {}
+    for each in wide if ops.on_device else ():
+        alike = [other for other in others if other.flops <= _ALIKE * each.flops]
+        if not each.odd_sizes or not alike:
+            continue
+        least = each.flops * sum(other.time_ns for other in alike) / sum(other.flops for other in alike)
+        if least < _SLOW * each.time_ns:
+            slow.append(each.op)
+            time_ns, least_ns = time_ns + each.time_ns, least_ns + least
+            for size in each.odd_sizes:
+                time_by_size[size] = time_by_size.get(size, 0) + each.time_ns
+    if slow:
+        size = max(time_by_size, key=lambda size: time_by_size[size])
+        what = f"16-bit matmuls with a size of {size:,}, no multiple of 8, take {time_ns / least_ns:.1f} times as long as others"
+        yield Pattern(name=ODD_SIZES, calls=len(slow), costs=ops.costs(slow), least_ns=least_ns, what=what)
 
 
 def sixteen_bit_work(ops: StepOps, *, batched: bool = True) -> MatmulWork:
     """The work of 16-bit matmuls on a GPU, with or without `batched` ones; a compiler's own kernels have no op and do not count."""
-    known = [opened for opened in _in_16_bits(ops, _MATMULS if batched else _PLAIN) if _flops(opened)]
-    time_ns = sum(cost.time_ns for cost in ops.costs(known).values())
-    flops = sum(map(_flops, known))
-    if not (ops.on_device and time_ns):
+    known = _in_16_bits(ops, _MATMULS if batched else _PLAIN)
+    if not (ops.on_device and known):
         return NO_MATMULS
+    flops, time_ns = sum(each.flops for each in known), sum(each.time_ns for each in known)
     return MatmulWork(flops=flops / ops.steps, time_s=time_ns / 1e9 / ops.steps)
 
 
-def _in_16_bits(ops: StepOps, names: Sequence[str]) -> list[Range]:
-    """Ops of these names whose first tensor is in 16 bits."""
-    return [op for op in ops.all if op.name in names and any(dtype in SIXTEEN_BITS for dtype in op.dtypes[:1])]
+def _in_16_bits(ops: StepOps, names: Sequence[str]) -> list[_Matmul]:
+    """The matmuls of these names whose first tensor is in 16 bits. What a compiler traces has no kernels and is none."""
+    found = []
+    for op in ops.all:
+        if op.name not in names or not any(dtype in SIXTEEN_BITS for dtype in op.dtypes[:1]):
+            continue
+        factors, time_ns = _factors(op), sum(cost.time_ns for cost in ops.costs([op]).values())
+        if factors and time_ns > 0:
+            one, other = factors
+            sizes = one[-2], one[-1], other[-1]
+            found.append(_Matmul(op, sizes, 2.0 * math.prod(one) * other[-1], time_ns))
+    return found
 
 
-def _flops(opened: Range) -> float:
-    """2 m n k, summed over a batch; 0 if the shapes do not fit, since a trace may hold anything."""
-    factors = _factors(opened)
-    return 2.0 * math.prod(factors[0]) * factors[1][-1] if factors else 0.0
+def _factors(opened: Range) -> tuple[Shape, Shape] | None:
+    """The shapes of the two factors, (..., m, k) and (..., k, n); None if no two tensors fit, since a trace may hold anything.
 
-
-def _odd_sizes(opened: Range) -> set[int]:
-    """Those of m, n and k that are no multiple of 8; empty if the shapes do not fit."""
-    sizes = {size for factor in _factors(opened) for size in factor[-2:]}
-    return {size for size in sizes if size % _MULTIPLE and size > _SMALL}
-
-
-def _factors(opened: Range) -> tuple[Shape, ...]:
-    """The shapes of the two factors, (..., m, k) and (..., k, n); empty if they do not fit."""
-    factors = tensors(opened)
-    # The first tensor of these ops is added to the product; it may have no dimension and then no shape
-    factors = factors[-2:] if opened.name in ("aten::addmm", "aten::baddbmm") else factors[:2]
-    if len(factors) < 2 or not len(factors[0]) == len(factors[1]) >= 2 or factors[0][-1] != factors[1][-2]:
-        return ()
-    return tuple(factors)
+    Of addmm and baddbmm the first tensor is added to the product; it may have no dimension, and then no shape. A tensor behind the
+    factors is that of `out=`.
+    """
+    shapes = tensors(opened)
+    for place in (1, 0) if opened.name in _ADDED else (0,):
+        one, other = [*shapes[place : place + 2], (), ()][:2]
+        if len(one) == len(other) >= 2 and one[-1] == other[-2] and all(0 < size < _LARGEST for size in (*one, *other)):
+            return one, other
+    return None

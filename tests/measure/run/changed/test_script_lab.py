@@ -577,9 +577,18 @@ def test_a_larger_batch_takes_more_of_a_gpu_until_one_has_run(tmp_path: Path):
     assert lab._taken(four) == pytest.approx(
         (1.05 * 2**30, (1.05 * (2 + 4 * 8) + 1) * 2**30)
     )  # 2 GiB of weights, gradients and moments do not grow
-    weights["script_precision"] = Fact(value="bf16", unit="")
-    lab._known[name] = dataclasses.replace(lab._known[name], facts={**lab._known[name].facts, **weights})
-    assert lab._taken(four) == pytest.approx((1.05 * 2**30, (1.05 * 4 * 10 + 1) * 2**30))
+    assert lab._taken({}) == pytest.approx((1.02 * 2**30, (1.02 * 10 + 1) * 2**30)), "it has run"
+    with_ten = {"loader_batch_size": Fact(value=40, unit="count")}
+    lab._known["another"] = dataclasses.replace(
+        lab._known["another"], facts={**lab._known["another"].facts, **with_ten}
+    )
+    alike = lab._taken({"workers": "2", **ten})
+    assert alike == pytest.approx((1.05 * 2**30, (1.05 * 10 + 1) * 2**30)), "as much as one of its batch"
+    for precision, elements, expected in (("bf16", 2**27, 40), ("fp16", 2**27, 40), ("bf16_autocast", 2**31, 5 + 20)):
+        weights["script_precision"] = Fact(value=precision, unit="")
+        weights["trained_elements"] = Fact(value=elements, unit="count")
+        lab._known[name] = dataclasses.replace(lab._known[name], facts={**lab._known[name].facts, **weights})
+        assert lab._taken(four) == pytest.approx((1.05 * 2**30, (1.05 * expected + 1) * 2**30))
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):

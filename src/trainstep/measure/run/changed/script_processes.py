@@ -47,7 +47,8 @@ _ROOM, _ROOM_KNOWN = 1.05, 1.02
 """Factors on the expected memory of changes that have not run, which may need more, and of those that have. A process that still
 fails beside others runs again alone."""
 _HELD_BYTES = 16
-"""Bytes for each trained element that no batch size changes: weight, gradient and AdamW's two moments, in fp32."""
+"""Bytes for each trained element that no batch size changes: weight, gradient and AdamW's two moments, in fp32. Other optimizers
+have less, so that at most half of a process's memory is taken to be these."""
 
 Role = tuple[Options, str]
 """The options of a window's process, and the window's name among windows with the same options."""
@@ -292,7 +293,7 @@ class ScriptProcesses:
         if not peak:
             return resident_bytes, 0.0
         has_fp32_weights = first.fact("script_precision") not in ("bf16", "fp16")
-        held_bytes = min(peak, _HELD_BYTES * (first.fact("trained_elements") or 0)) if has_fp32_weights else 0
+        held_bytes = min(peak / 2, _HELD_BYTES * (first.fact("trained_elements") or 0)) if has_fp32_weights else 0
         work = self._work(options) if same is None else 1.0
         return resident_bytes, room * (held_bytes + work * (peak - held_bytes)) + _CONTEXT_BYTES
 
