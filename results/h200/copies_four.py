@@ -16,7 +16,6 @@ earlier designs have a field `design`.
 import argparse
 import gc
 import json
-import math
 import os
 import statistics
 import time
@@ -33,6 +32,8 @@ from trainstep.parallel.collectives import Collectives
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.parallel.process_group import start_ranks
 from trainstep.parallel.ranks import Ranks
+from trainstep.records.compare import compare_samples
+from trainstep.records.record import Samples
 from trainstep.training.build import Assembly, build_step
 from trainstep.training.parallelism import parallel
 
@@ -80,7 +81,7 @@ OURS = {
     "capture": "step",
 }
 RAW_BYTES, MESSAGES, NUMEL = 256 * 2**20, 12, 31 * 2**20
-TURNS, STUDENT_99 = 9, 3.355  # the 99.5 % quantile for eight degrees of freedom
+TURNS = 9
 Work = Callable[[], object]
 
 
@@ -306,12 +307,10 @@ def table(path: Path) -> str:
 
 
 def ratio_words(ms: list[float], partner_ms: list[float]) -> str:
-    """The ratio of windows in pairs, with Student's 99 % interval; empty unless there are as many as one run has."""
-    if not len(ms) == len(partner_ms) == TURNS:
-        return ""
-    logs = [math.log(own / other) for own, other in zip(ms, partner_ms, strict=True)]
-    middle, half = statistics.mean(logs), STUDENT_99 * statistics.stdev(logs) / math.sqrt(TURNS)
-    return f"{math.exp(middle):.3f} ({math.exp(middle - half):.3f} to {math.exp(middle + half):.3f})"
+    """The median ratio of windows in pairs with its 99 % interval; empty where there are too few."""
+    own, partner = (Samples(unit="s", values=tuple(value / 1e3 for value in each)) for each in (ms, partner_ms))
+    found = compare_samples(partner, own)
+    return "" if found.low is None else f"{found.ratio:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
 def main() -> None:

@@ -5,13 +5,24 @@ from typing import Any
 
 import pytest
 
-from trainstep.plan.preset import ALWAYS, CHANGES, IF_LESS, IF_TOO_LARGE, Change, Result, changes_within, search
+from trainstep.plan.preset import (
+    ALWAYS,
+    CHANGES,
+    IF_LESS,
+    IF_PRECISION,
+    IF_TOO_LARGE,
+    Change,
+    Result,
+    changes_within,
+    search,
+)
 from trainstep.plan.trials import Options, Reference, Step, Trial, Trials, allowed_difference, difference_of
 from trainstep.records.compare import Comparison
 
 START = {"model": "tiny"}
 DEFAULTS = {"capture": "none", "compile": "none", "precision": "fp32", "recompute": "none", "adamw": "fused"}
 CAPTURE = Change(options={"capture": "auto"})
+AGAIN = Change(options={"capture": "auto"}, when=IF_PRECISION)
 BLOCK, MODEL = Change(options={"compile": "block"}), Change(options={"compile": "model"})
 BF16 = Change(options={"precision": "bf16_autocast"})
 SELECTIVE, WHOLE = (Change(options={"recompute": name}, when=IF_TOO_LARGE) for name in ("selective", "block"))
@@ -89,7 +100,7 @@ class WaitsInBf16(Lab):
 
 def test_capture_is_tried_once_more_behind_a_precision_that_was_kept():
     lab = WaitsInBf16({"bf16_autocast": 0.4, "fp16_autocast": 1.0, "block": 0.9})
-    result = lab.run(CAPTURE, BF16, Change(options={"precision": "fp16_autocast"}), BLOCK)
+    result = lab.run(CAPTURE, BF16, Change(options={"precision": "fp16_autocast"}), AGAIN, BLOCK)
     assert [(step.change, step.kept) for step in result.steps] == [
         ("capture auto", False),
         ("precision bf16_autocast", True),
@@ -100,22 +111,10 @@ def test_capture_is_tried_once_more_behind_a_precision_that_was_kept():
     assert result.chosen == {**START, "precision": "bf16_autocast", "capture": "auto", "compile": "block"}
 
 
-def test_capture_is_tried_once_more_behind_the_last_precision_and_no_other_change_is():
-    lab = WaitsInBf16({"bf16_autocast": 0.9, "bf16": 0.5, "block": 1.0})
-    result = lab.run(BLOCK, CAPTURE, BF16, Change(options={"precision": "bf16"}))
-    assert [(step.change, step.kept) for step in result.steps] == [
-        ("compile block", False),
-        ("capture auto", False),
-        ("precision bf16_autocast", True),
-        ("precision bf16", True),
-        ("capture auto, once more", True),
-    ]
-
-
 def test_capture_without_room_in_fp32_is_tried_once_more():
     lab = WaitsInBf16({"bf16_autocast": 0.5})
     lab.fits = lambda options: "capture" not in options or "precision" in options
-    steps = lab.run(CAPTURE, BF16).steps
+    steps = lab.run(CAPTURE, BF16, AGAIN).steps
     assert [(step.change, step.word) for step in steps] == [
         ("capture auto", "out of memory"),
         ("precision bf16_autocast", "faster"),
@@ -124,7 +123,7 @@ def test_capture_without_room_in_fp32_is_tried_once_more():
 
 
 def test_capture_is_not_tried_once_more_behind_a_precision_that_was_not_kept():
-    result = WaitsInBf16({"bf16_autocast": 1.0}).run(CAPTURE, BF16)
+    result = WaitsInBf16({"bf16_autocast": 1.0}).run(CAPTURE, BF16, AGAIN)
     assert [step.change for step in result.steps] == ["capture auto", "precision bf16_autocast"]
 
 
@@ -132,13 +131,13 @@ def test_capture_is_not_tried_once_more_behind_a_precision_that_was_not_kept():
 def test_capture_is_not_tried_once_more_where_it_was_kept_or_refused(capture: float):
     lab = Lab({"auto": capture, "bf16_autocast": 0.4})
     lab.refused = {} if capture < 1 else {"auto": "always"}
-    result = lab.run(CAPTURE, BF16)
+    result = lab.run(CAPTURE, BF16, AGAIN)
     assert [step.change for step in result.steps] == ["capture auto", "precision bf16_autocast"]
 
 
 def test_what_the_budget_leaves_of_a_second_capture_is_told():
     lab = WaitsInBf16({"bf16_autocast": 0.4}, budget=4)  # the start twice, and each change
-    result = lab.run(CAPTURE, BF16)
+    result = lab.run(CAPTURE, BF16, AGAIN)
     assert [step.change for step in result.steps] == ["capture auto", "precision bf16_autocast"]
     assert result.untried == ["capture auto, once more"]
 
@@ -447,7 +446,10 @@ def test_a_start_that_never_fits_ends_the_search():
 def test_precisions_are_tried_only_if_allowed_and_ops_only_in_our_model():
     always = [change.options for change in changes_within(["bf16_autocast"], built_in=True) if change.when == ALWAYS]
     assert always[:2] == [{"capture": "auto"}, {"precision": "bf16_autocast"}], "the device's time decides from then on"
-    assert len(changes_within(["bf16_autocast"], built_in=True)) == len(CHANGES) + 1
+    rows = changes_within(["bf16_autocast", "bf16"], built_in=True)
+    place = rows.index(AGAIN)
+    assert [change.options.get("precision") for change in rows[place - 2 : place]] == ["bf16_autocast", "bf16"]
+    assert len(rows) == len(CHANGES) + 2
     assert not any("precision" in change.options for change in CHANGES)
     without = changes_within(["bf16_autocast"], built_in=True, is_installed=lambda package: package != "flash-attn-4")
     assert len(without) == len(CHANGES)

@@ -112,7 +112,7 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
         words[PRECISION] = words[FP32_ATTENTION] = "matmuls and attention of fp32 tensors"
     for pattern, time_s in excess_s.items():
         cause, group = _CAUSES[pattern]
-        gap = gap_s[pattern] if on_device and pattern != ODD_SIZES else 0.0  # even sizes are launched as late
+        gap = gap_s[pattern] if on_device else 0.0
         yield Habit(cause=cause, excess_s=max(0.0, time_s), gap_s=gap, what=words[pattern], group=group)
 
 

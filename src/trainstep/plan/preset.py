@@ -33,6 +33,7 @@ from trainstep.plan.trials import (
 )
 
 ALWAYS, IF_TOO_LARGE, IF_LESS = "always", "if the start runs out of memory", "if the best recomputes more"
+IF_PRECISION = "if a precision was kept, and the option was not"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ CHANGES = (
     _row(IF_TOO_LARGE, recompute="narrow"),
     _row(IF_TOO_LARGE, recompute="block"),
     _row(capture="auto"),
+    _row(IF_PRECISION, capture="auto"),
     _row(compile="block", otherwise=_UNCAPTURED),
     _row(compile="model", otherwise=_UNCAPTURED),
     _row(adamw="trainstep"),
@@ -80,7 +82,8 @@ CHANGES = (
 """The changes to try, the largest expected gain first. Less recomputation comes last, when other changes may have made room."""
 _BEFORE_PRECISIONS = "capture"
 """Allowed precisions are tried right after this option: without it a step may wait for the host, which is noisy, so that a
-comparison takes minutes, and hides what kernels gain. They come before the rest, since they decide which attentions can run."""
+comparison takes minutes, and hides what kernels gain. They come before the rest, since they decide which attentions can run.
+Behind them it is tried once more: a step that is faster on the device may wait for the host where the one before did not."""
 
 
 _CLEARLY = 1.03
@@ -151,12 +154,9 @@ class _Search(Trials):
                 return result
             while rows:
                 self._fastest_first(rows)
-                step = self._step(rows[0])
-                change = rows.pop(0)
-                if step is not None:
+                if (step := self._step(rows[0])) is not None:
                     result.steps.append(replace(step, change=self._told(step.change)))
-                    if step.kept and "precision" in change.options:
-                        self._capture_again(rows, changes)
+                rows.pop(0)
             if result.best != result.fitting:
                 together = "all kept changes"
                 result.whole = self.judged(together, result.fitting, result.best, None)
@@ -207,20 +207,6 @@ class _Search(Trials):
         if len(alike) < 2 or (self._compared_of and self._compared_of[0] == option):
             return
         rows[: len(alike)] = sorted(alike, key=self._alone_s)
-
-    def _capture_again(self, rows: list[Change], changes: Sequence[Change]) -> None:
-        """Queue capture again behind the remaining precisions, if it was compared before and not kept, or ran out of memory.
-
-        In the precision that was kept since, a step may wait for the host, and needs less memory.
-        """
-        left = [step for step in self.result.steps if not step.kept]
-        tried = [step.change for step in left if step.comparison is not None or step.word == "out of memory"]
-        place = next((number for number, row in enumerate(rows) if "precision" not in row.options), len(rows))
-        rows[place:place] = [
-            change
-            for change in changes
-            if "capture" in change.options and name_of(change.options) in tried and change not in rows
-        ]
 
     def _told(self, name: str) -> str:
         """The change's name in what is told of it, where one of that name has been tried already."""
@@ -275,6 +261,11 @@ class _Search(Trials):
         return step
 
     def _applies(self, change: Change) -> bool:
+        if change.when == IF_PRECISION:
+            fitting, best = self.result.fitting, self.result.best
+            options = {**best, **change.options}
+            is_new = not self.refusal(options) and self.key_of(options) != self.key_of(best)
+            return is_new and precision_of(best) != precision_of(fitting)
         if change.when != IF_LESS:
             return True
         mode, less = (options.get("recompute") or "none" for options in (self.result.best, change.options))

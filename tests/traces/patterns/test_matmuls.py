@@ -63,6 +63,7 @@ def test_matmuls_of_odd_sizes_are_held_to_the_rate_of_the_others():
     slow = [mm(1024, 1024, 1027, 500, name=name) for name in ("aten::mm", "aten::addmm", "aten::addmm_")]
     [pattern] = odd(EVEN, *slow, mm(1024, 1024, 1027, 500, "float"))
     assert (pattern.calls, pattern.time_ns) == (3, 1_500_000)
+    assert [cost.gap_ns for cost in pattern.costs.values()] == [0], "the device's idle time before them is not theirs"
     assert pattern.least_ns == pytest.approx(3 * 100_000 * 1027 / 1024)
     assert pattern.what == "16-bit matmuls with a size of 1,027, no multiple of 8, take 5.0 times as long as others"
     assert not odd(EVEN)
