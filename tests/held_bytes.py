@@ -54,7 +54,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @contextmanager
 def sampled_at_messages(holdings: Holdings) -> Iterator[list[tuple[str, int]]]:
-    """A list that gets (label, bytes held) when each message starts; of a message in stages, when its first stage does."""
+    """A list that gets (label, settled bytes) when each message starts; of a message in stages, when its first stage does."""
     samples: list[tuple[str, int]] = []
     real = Collectives._counted
 
@@ -63,7 +63,7 @@ def sampled_at_messages(holdings: Holdings) -> Iterator[list[tuple[str, int]]]:
             operation == "all_gather" and label.startswith("bucket")
         )
         if not is_later_stage:
-            samples.append((label, holdings.total_bytes()))
+            samples.append((label, holdings.settled_bytes()))
         return real(self, operation, tensor, label)
 
     Collectives._counted = counted  # type: ignore[method-assign]
