@@ -174,7 +174,8 @@ def test_other_last_words_are_a_crash(connect: Callable[..., CellConnection], co
 
 def test_an_answer_to_another_request_is_a_crash(connect: Callable[..., CellConnection]):
     connection = connect()
-    failure = run_until_lost(connection, planted(act="return_twice", where="prepare"))
+    # A step so long that both answers to prepare come before its own, whichever process is faster
+    failure = run_until_lost(connection, planted(act="return_twice", where="prepare", seconds=20.0))
     assert failure.kind == "crash"
     assert "the process answered take with 'ready'" in failure.message
     assert not connection.alive
