@@ -28,10 +28,12 @@ def test_damaged_records_are_read_or_refused(readers: Readers):
     check(RecordFiles(readers, readers_a_file=2), 10)
 
 
+@pytest.mark.slow
 def test_damaged_traces_are_read_or_refused(readers: Readers):
     check(TraceFiles(readers, bombs=False), 12)
 
 
+@pytest.mark.slow
 def test_hostile_pickles_are_read_or_refused(readers: Readers):
     check(Pickles(readers, bombs=False), 12)
 

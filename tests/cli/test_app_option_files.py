@@ -174,6 +174,7 @@ def refused_with(capsys: pytest.CaptureFixture[str], words: str, *command: str) 
     assert words in lines[0]
 
 
+@pytest.mark.slow
 def test_records_keep_the_options_that_came_from_files(tmp_path: Path):
     (tmp_path / "o.toml").write_text("context = 16\nsteps = 2\n")
     (tmp_path / "trainstep.toml").write_text("[all]\nwarmups = 0\n")

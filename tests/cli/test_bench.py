@@ -85,8 +85,7 @@ def test_a_users_model_is_found_in_the_current_folder(tmp_path: Path):
 
 @pytest.mark.slow
 def test_compared_variants_are_interleaved(tmp_path: Path):
-    """Twenty-four turns of five steps each, so the step is a small one."""
-    small = ["--layers", 1, "--batch-size", 1, "--context", 16, "--steps", 5, "--warmups", 1]
+    small = ["--layers", 1, "--batch-size", 1, "--context", 16, "--steps", 5, "--warmups", 1, "--processes", 2]
     code, _, err, records = bench(tmp_path, "--attention", "plain,sdpa", "--compare", "attention", *small)
     assert code == 0
     assert "[2/2]" in err

@@ -68,6 +68,7 @@ def test_a_script_is_stopped_with_its_losses_and_what_was_not_applied(tmp_path: 
     assert len(record.tables["losses"]["loss"]) == 5
 
 
+@pytest.mark.slow
 def test_who_has_nothing_to_change_ends_before_its_turn(tmp_path: Path):
     """In a proof's round: no one waits for it, and a script that survives its end is ended again after its next step."""
     loop = TRAINING.replace("    loss =", "  try:\n    loss =").replace(
@@ -119,6 +120,7 @@ for (batch,) in batches:
 """
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_stopped_script_have_ended_before_python_ends(tmp_path: Path):
     (tmp_path / "train.py").write_text(HOLDS)
     done = watched(tmp_path, "--stop-after", "5", "--no-page", "--inspect-every", "0", "train.py")

@@ -37,10 +37,11 @@ def test_a_few_cases_pass_in_the_interpreter():
         "test_rotary.py::test_separate_projections_in_any_layout",
         "test_swiglu.py::test_with_the_matmul_behind_it",
         "test_linear_cross_entropy.py::test_only_what_needs_a_gradient_gets_one",
-        "test_linear_cross_entropy.py::test_rows_of_several_blocks",
+        "test_linear_cross_entropy.py::test_rows_of_several_blocks[plain-True-three blocks-cpu]",
+        "test_linear_cross_entropy.py::test_rows_of_several_blocks[label_smoothing-False-and a part-cpu]",
         "test_linear_cross_entropy.py::test_ignored_rows_are_not_read_and_nothing_behind_a_row_is_written",
     ]
-    assert in_the_interpreter(*(f"tests/ops/{name}" for name in few)) >= 42
+    assert in_the_interpreter(*(f"tests/ops/{name}" for name in few)) >= 27
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_two_ranks_on_nccl_start_and_stop(transport: str):
 @pytest.mark.parametrize(
     ("backend", "transport"),
     [
-        ("gloo", "copies"),
+        pytest.param("gloo", "copies", marks=pytest.mark.slow),
         pytest.param("nccl", "library", marks=pytest.mark.multigpu),
         pytest.param("nccl", "copies", marks=pytest.mark.multigpu),
     ],

@@ -60,6 +60,7 @@ def test_peaks_of_a_file_are_those_of_h200s(file):
     assert max(abs(grade.reserved_error) for grade in grades) <= 0.07
 
 
+@pytest.mark.slow
 def test_compiled_blocks_that_recompute_keep_no_rounded_weights():
     """Autocast's cache, which holds them until forward ends, is not in a compiled graph."""
     grades, _ = grade_records(Store(RECORDS.parent / "h100/plan_grids.jsonl").read())
@@ -95,6 +96,7 @@ def test_what_the_cast_to_16_bits_leaves_is_reserved_while_a_capture_warms_up():
     assert peak.allocated_bytes < peak.reserved_bytes
 
 
+@pytest.mark.slow
 def test_a_captured_step_is_replayed_with_its_warm_ups_however_few_steps_are_asked_for():
     grades, _ = grade_records(Store(RECORDS.parent / "h100/predicted_ranks.jsonl").read())
     assert len(grades) == 13

@@ -139,6 +139,7 @@ def small_group() -> Iterator[Path]:
         group.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_a_cell_that_the_kernel_kills_is_out_of_memory(small_group: Path):
     command = [sys.executable, "-c", GROUP_DRIVER, str(small_group)]

@@ -70,6 +70,7 @@ def test_categories_are_the_formulas_to_the_byte(sync: str):
     assert findings.facts["tokens"].value == 2 * 2 * 16
 
 
+@pytest.mark.slow
 def test_sharded_categories_are_half_as_large():
     """Sizes written out here, not taken from plan/: two ranks, fp32, AdamW."""
     replicated, flat, fsdp = (

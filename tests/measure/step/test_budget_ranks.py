@@ -65,7 +65,7 @@ def choices(ranks: Ranks, sync: str) -> tuple[Choice, Choice, int]:
     return together.choice, choose(dataclasses.replace(step, blocks=own), budget), budget
 
 
-@pytest.mark.parametrize("sync", slow_unless(("none", "fsdp").__contains__, OURS))
+@pytest.mark.parametrize("sync", slow_unless(("fsdp",).__contains__, OURS))
 def test_ranks_that_would_choose_differently_choose_the_same(sync: str):
     (first, first_alone, budget), (second, second_alone, _) = run_ranks(2, choices, sync)
     assert first_alone.modes != second_alone.modes
@@ -126,7 +126,7 @@ def most_held(ranks: Ranks, sync: str, parts: Sequence[float]) -> list[tuple[int
     return found
 
 
-@pytest.mark.parametrize("sync", slow_unless(("bucketed", "fsdp").__contains__, OURS))
+@pytest.mark.parametrize("sync", slow_unless(("fsdp",).__contains__, OURS))
 def test_no_rank_holds_more_than_the_budget(sync: str):
     for found in run_ranks(2, most_held, sync, (0.1, 0.6, 1.0)):
         for budget, held, measured_bytes in found:

@@ -131,6 +131,7 @@ def test_a_budget_changes_no_loss():
         assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_chains_fit_where_whole_blocks_do_not():
     shape = dataclasses.replace(SHAPE, layers=16, d_ff=32)
     fields = {"model": shape, "accumulation": 2}  # gradients are there from the start, so that inputs are what counts

@@ -42,7 +42,7 @@ def without_themes(value):
     return "black" if isinstance(value, str) and value.startswith("theme:") else value
 
 
-@pytest.mark.parametrize("make", [lengths, tiles, grid])
+@pytest.mark.parametrize("make", [pytest.param(lengths, marks=pytest.mark.slow), tiles, grid])
 def test_plotly_accepts_every_figure(rows, make):
     drawn = charts(sections(rows(make())))
     assert drawn
