@@ -45,16 +45,32 @@ _FLASH_WIDTH_MULTIPLE = 8
 @contextmanager
 def gpu_rules() -> Iterator[None]:
     """Inside, CPU tensors follow the rules of CUDA tensors."""
-    with _scoped_library("aten", "IMPL") as library:
+    with _kernels_found_anew(), _scoped_library("aten", "IMPL") as library:
         for name in _WIDENED:
             _register(library, name, "AutocastCPU", _widened)
         for name in _WIDENED_BY_DTYPE:
             _register(library, name, "AutocastCPU", _widened_by_dtype)
-        library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
-        library.impl("dropout", _dropout, "AutogradCPU")
-        library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        for name, kernel in _RULES.items():
+            library.impl(name, kernel, "AutogradCPU")
         with _own_kernels():
             yield
+
+
+@contextmanager
+def _kernels_found_anew() -> Iterator[None]:
+    """Outside, no op remembers a kernel from inside, and the other way round.
+
+    An op keeps which kernel it has for a key, once torch.compile has asked, and no library that comes or goes changes that. A model
+    that was compiled later would get no gradients through its attention, with no more than a warning.
+    """
+    overloads = [_overload(name) for name in (*_WIDENED, *_WIDENED_BY_DTYPE, *_RULES)]
+    for overload in overloads:
+        overload._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for overload in overloads:
+            overload._dispatch_cache.clear()
 
 
 @contextmanager
@@ -73,8 +89,12 @@ def _own_kernels() -> Iterator[None]:
 
 def _register(library: Any, name: str, key: str, kind: Callable[[Any], Callable[..., Any]]) -> None:
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
-        packet, _, overload = name.partition(".")
-        library.impl(name, kind(getattr(getattr(_aten, packet), overload or "default")), key)
+        library.impl(name, kind(_overload(name)), key)
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_aten, packet), overload or "default")
 
 
 def _without_autocast(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,3 +191,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight), None
+
+
+_RULES = {"scaled_dot_product_attention": attention, "dropout": _dropout, "rms_norm": _rms_norm}
+"""Op -> what it does inside."""
