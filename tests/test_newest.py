@@ -20,7 +20,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load_script("newest_releases", monkeypatch)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # deprecated modules warn when they are looked up
 def test_every_name_of_torch_and_triton_exists():
     """The names of code that only a GPU runs are checked, too, if the build of torch has them."""

@@ -40,7 +40,6 @@ def test_json_has_the_answer_first_and_seconds_that_add_up(capsys: pytest.Captur
                 assert row["change"] is None or isinstance(row["change"], dict)
 
 
-@pytest.mark.slow
 def test_of_many_steps_five_tables_are_shown_and_all_with_all(capsys: pytest.CaptureFixture[str]):
     path = str(ROOT / "results/h200/profile.jsonl")
     assert app.run(["explain", path]) == 0

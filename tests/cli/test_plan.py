@@ -330,7 +330,6 @@ def test_shards_of_groups_have_a_time(capsys: pytest.CaptureFixture[str]):
     assert "all_reduce across groups" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_your_own_model_has_a_time_on_one_gpu_uncompiled(capsys: pytest.CaptureFixture[str]):
     own = ["plan", "--model", "traced_models:gpt", "--context", "32", "--gpu", "h200"]
     assert app.run([*own, "--json"]) == 0

@@ -281,7 +281,6 @@ def mesh(device: str, tmp_path: Path) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_dtensors_are_updated_where_their_memory_is(mesh: DeviceMesh, device: str):
     """torch's FSDP2 trains DTensors."""
     plain = parameters_of(contents(), device)

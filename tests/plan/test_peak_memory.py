@@ -200,7 +200,10 @@ def agree(config: ParallelConfig, frozen: bool) -> None:
             )
         if messages:
             beyond = messages[-1][1] - expected.before_sync.total_bytes
-            assert beyond <= SCALARS_BYTES
+            # naive's are read after each op, where gloo's thread may still hold the copy in bf16 of the gradient before
+            copies = config.sync.name == "naive" and config.sync.reduce_dtype == "bf16"
+            late_bytes = 2 * max(size.numel for size in sizes) if copies else 0
+            assert beyond <= SCALARS_BYTES + late_bytes
             if (
                 config.sync.name != "fsdp" or config.run.accumulation == 1
             ):  # otherwise the most is allocated a moment before, as gradients are added

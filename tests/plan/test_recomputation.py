@@ -160,7 +160,6 @@ def of_count(count: int) -> st.SearchStrategy[StepCost]:
     return steps(most=count, least=count)
 
 
-@pytest.mark.slow
 def test_blocks_that_may_not_chain_form_no_chains():
     step = alike(64)
     apart = dataclasses.replace(step, may_chain=False)

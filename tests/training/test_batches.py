@@ -41,7 +41,6 @@ def test_batches_depend_only_on_seed_and_step(source: type):
     assert not torch.equal(first(3)["tokens"], source(seed=6)(3)["tokens"])
 
 
-@pytest.mark.slow
 def test_batches_do_not_depend_on_the_process_or_torchs_seed():
     code = (
         "import torch; from trainstep.training.batches import random_batches; torch.manual_seed(9);"

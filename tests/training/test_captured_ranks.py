@@ -167,7 +167,6 @@ def test_four_captured_ranks_have_the_same_losses_and_weights(strategy: str, cas
 GROUPED = Case(shard_ranks=2, clip=0.05, unused="somewhere", evaluate=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("copies", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("strategy", slow_unless("fsdp".__eq__, ["bucketed", "sharded_flat", "fsdp"]))
 def test_captured_groups_have_the_same_losses_and_weights(strategy: str, copies: bool):

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainstep.costs.rank_groups import check_shard_ranks
@@ -23,7 +25,6 @@ from trainstep.parallel.same_setup import check_same_setup, named_in_groups, nam
 from trainstep.parallel.units import plan_units
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
@@ -112,9 +113,6 @@ class TorchFSDP2(ModuleWrapper):
         reduce_dtype: torch.dtype | None = None,
         shard_ranks: int | None = None,
     ) -> None:
-        # Imported here, since every cell and every watched script would pay for it: it takes half as long as torch itself.
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
         super().__init__(module)
         self.ranks = _in_a_group(ranks, module.parameters())
         collectives = Collectives(self.ranks)
@@ -147,8 +145,6 @@ class TorchFSDP2(ModuleWrapper):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips as torch does over DTensors; the norm is that of all ranks' parts together."""
-        from torch.distributed.tensor import DTensor
-
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -163,9 +159,7 @@ class TorchFSDP2(ModuleWrapper):
         )
 
     @property
-    def _root(self) -> "FSDPModule":
-        from torch.distributed.fsdp import FSDPModule
-
+    def _root(self) -> FSDPModule:
         assert isinstance(self.module, FSDPModule)
         return self.module
 

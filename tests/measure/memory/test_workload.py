@@ -144,7 +144,6 @@ def test_bytes_of_a_parameter_follow_the_precision(precision: str, each: tuple[i
     assert [value(findings, name) for name in names] == pytest.approx(list(each), rel=0.01)
 
 
-@pytest.mark.slow
 def test_an_update_in_backward_never_holds_all_gradients():
     """The largest part is the embedding or the head; after backward no gradient is left."""
     plain, updated = (measured(adamw="trainstep", update=update) for update in ("after_backward", "in_backward"))
@@ -243,7 +242,6 @@ def test_a_step_that_cannot_be_captured_is_recorded_eagerly():
     assert failed.value.failure.kind == "unsupported"
 
 
-@pytest.mark.slow
 def test_if_the_capture_itself_fails_the_step_behind_it_is_recorded(step: Findings, monkeypatch: pytest.MonkeyPatch):
     reasons = iter([None, "it was the capture"])  # of the watched step, and of the captured one
     monkeypatch.setattr(Baked, "not_again", lambda *_args, **_options: next(reasons))

@@ -225,7 +225,6 @@ def load_once(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
     return sync.full_state_dict()
 
 
-@pytest.mark.slow
 def test_damage_to_a_checkpoint_of_an_earlier_version_changes_no_tensor(tmp_path: Path):
     run_ranks(2, save_once, tmp_path / "whole")
     rewrite_as_an_earlier_version(tmp_path / "whole")

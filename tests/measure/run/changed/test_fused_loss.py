@@ -100,7 +100,6 @@ def test_the_loss_is_fused_and_stays_what_it_was(loss: Forward, autocast: bool, 
         torch.testing.assert_close(ours, theirs, **loose)
 
 
-@pytest.mark.slow
 def test_batches_of_other_sizes_have_their_own_loss():
     model, applied = Model(as_transformers_has_it), notes()
     batches = [torch.randint(0, VOCABULARY, shape) for shape in ((3, 7), (2, 5), (4, 9))]
