@@ -153,7 +153,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, compare: bool):
     assert wait_until(lambda: (tmp_path / "runs" / "s.jsonl").exists() and len(indices(tmp_path)) >= 1, 30)
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
-    assert code == 130
+    assert code == 130, err
     assert "Traceback" not in err
     done, cells = len(Store(tmp_path / "runs" / "s.jsonl").latest()), 20 if compare else 10
     verb = "is" if done == 1 else "are"
