@@ -23,7 +23,7 @@ class Named(TorchDispatchMode):
 
 
 def traced() -> list[str]:
-    """The ops of an attention in bf16 inside, while torch keeps which kernels it has found."""
+    """The ops of an attention in bf16 by the rules of a GPU, traced as by a compiler, so that torch keeps the kernels it finds."""
     with FakeTensorMode(), gpu_rules(), enable_python_dispatcher(), Named() as ops:
         x = torch.empty(1, 2, 4, 8, dtype=torch.bfloat16, requires_grad=True)
         scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -31,6 +31,7 @@ def traced() -> list[str]:
 
 
 def gradients(compiled: bool) -> list[torch.Tensor]:
+    """The gradient of weights in front of an attention."""
     torch.manual_seed(0)
     weights, x = torch.randn(8, 8, requires_grad=True), torch.randn(1, 2, 4, 8)
 
@@ -42,7 +43,7 @@ def gradients(compiled: bool) -> list[torch.Tensor]:
 
 
 def test_what_is_compiled_after_a_trace_has_its_gradients():
-    """An earlier version left torch with the attention of a trace, which has no gradients outside."""
+    """In an earlier version torch kept the attention of the trace, without a gradient."""
     traced()
     torch.testing.assert_close(gradients(compiled=True), gradients(compiled=False))
 

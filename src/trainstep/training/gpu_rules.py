@@ -45,32 +45,28 @@ _FLASH_WIDTH_MULTIPLE = 8
 @contextmanager
 def gpu_rules() -> Iterator[None]:
     """Inside, CPU tensors follow the rules of CUDA tensors."""
-    with _kernels_found_anew(), _scoped_library("aten", "IMPL") as library:
-        for name in _WIDENED:
-            _register(library, name, "AutocastCPU", _widened)
-        for name in _WIDENED_BY_DTYPE:
-            _register(library, name, "AutocastCPU", _widened_by_dtype)
-        for name, kernel in _RULES.items():
-            library.impl(name, kernel, "AutogradCPU")
-        with _own_kernels():
-            yield
-
-
-@contextmanager
-def _kernels_found_anew() -> Iterator[None]:
-    """Outside, no op remembers a kernel from inside, and the other way round.
-
-    An op keeps which kernel it has for a key, once torch.compile has asked, and no library that comes or goes changes that. A model
-    that was compiled later would get no gradients through its attention, with no more than a warning.
-    """
-    overloads = [_overload(name) for name in (*_WIDENED, *_WIDENED_BY_DTYPE, *_RULES)]
-    for overload in overloads:
-        overload._dispatch_cache.clear()
+    _forget_kernels()
     try:
-        yield
+        with _scoped_library("aten", "IMPL") as library, _own_kernels():
+            for name in _WIDENED:
+                _register(library, name, "AutocastCPU", _widened)
+            for name in _WIDENED_BY_DTYPE:
+                _register(library, name, "AutocastCPU", _widened_by_dtype)
+            for name, kernel in _RULES.items():
+                library.impl(name, kernel, "AutogradCPU")
+            yield
     finally:
-        for overload in overloads:
-            overload._dispatch_cache.clear()
+        _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    """Let torch look for the kernels of these ops anew.
+
+    An op keeps the kernel that it found for a key when a compiler traced it, and a library that is added or removed does not
+    change that. A model that is compiled later would get no gradients through its attention, with no more than a warning.
+    """
+    for name in (*_WIDENED, *_WIDENED_BY_DTYPE, *_RULES):
+        _overload(name)._dispatch_cache.clear()
 
 
 @contextmanager
@@ -194,4 +190,4 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 _RULES = {"scaled_dot_product_attention": attention, "dropout": _dropout, "rms_norm": _rms_norm}
-"""Op -> what it does inside."""
+"""Op of aten -> its kernel inside `gpu_rules`."""

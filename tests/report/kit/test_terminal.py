@@ -86,7 +86,7 @@ def check_reports(widths_of: dict[Path, tuple[int, ...]]) -> None:
 @pytest.mark.skipif(not RECORDS, reason="a source distribution holds no records")
 @pytest.mark.parametrize("folder", sorted({path.parent.name for path in RECORDS}))
 def test_no_number_of_a_published_record_is_cut(folder: str):
-    """Of a large folder a third, and the widths take turns: one print of a file takes up to ten seconds."""
+    """A third of a large folder, at widths in turns, since one print of a file takes up to ten seconds."""
     paths = [path for path in RECORDS if path.parent.name == folder]
     some = paths if len(paths) <= _FEW_FILES else paths[::3]
     check_reports({path: (WIDTHS[place % len(WIDTHS)],) for place, path in enumerate(some)})
