@@ -11,6 +11,7 @@ It uses kernels, attention, ops, collectives and ceilings, and no time of a step
 Kernels of small, large and 2.7B are used, so that those of medium and xl are new shapes to the formulas.
 """
 
+import csv
 import json
 import statistics
 from collections.abc import Iterable, Iterator
@@ -49,7 +50,7 @@ def calibration() -> Record:
     tables = {
         "matmuls": [*matmuls()],
         "traffic": [*kernel_traffic()],
-        "attention": [*_attention()],
+        "attention": [*_attention(), *_torchs_attention()],
         "optimizers": [*_optimizers()],
         "collectives": [*_collectives()],
         "host": [*_host(), *_gaps()],
@@ -106,6 +107,44 @@ def _attention() -> Iterator[Row]:
             if (key := tuple(row.values())) not in seen:
                 seen.add(key)
                 yield row | {"time_s": time_s, "source": f"{name} {record.key}"}
+
+
+_BACKWARD = ("bwd", "bprop", "dot_do_o", "convert_dq")
+"""What the names of backward's kernels have in them; a pass has a few, one behind the other."""
+
+
+def _torchs_attention() -> Iterator[Row]:
+    """The attention that torch chooses, by its kernels in the built-in model's eager steps (sdpa_kernels.py, two blocks)."""
+    times_s: dict[tuple[str, int, str], float] = {}
+    with (RECORDS / "sdpa_kernels.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if (
+                row["attention"] == "sdpa"
+                and row["precision"] == "bf16_autocast"
+                and row["compile"] == row["capture"] == "none"
+            ):
+                direction = "backward" if any(word in row["kernel"] for word in _BACKWARD) else "forward"
+                key = (row["size"], int(row["context"]), direction)
+                times_s[key] = times_s.get(key, 0.0) + float(row["us"]) * int(row["calls"]) / _PROFILED_BLOCKS / 1e6
+    for (size, context, direction), time_s in times_s.items():
+        if size not in _HEADS:
+            continue
+        heads, width = _HEADS[size]
+        yield {
+            "implementation": "sdpa",
+            "dtype": "bf16",
+            "direction": direction,
+            "batch_heads": heads * min(_PROFILED_BATCH, max(1, _PROFILED_TOKENS // context)),
+            "context": context,
+            "head_dim": width,
+            "time_s": time_s,
+            "source": f"sdpa_kernels.csv {size} {context}",
+        }
+
+
+_PROFILED_BLOCKS, _PROFILED_BATCH, _PROFILED_TOKENS = 2, 4, 32_768
+_HEADS = {"small": (12, 64), "large": (20, 64), "2.7B": (32, 80), "8B": (32, 128)}
+"""Of sdpa_kernels.py; medium's heads are left out."""
 
 
 def _optimizers() -> Iterator[Row]:

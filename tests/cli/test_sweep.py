@@ -146,8 +146,9 @@ def test_no_kill_at_twenty_moments_loses_a_cell(tmp_path: Path):
 @linux
 @pytest.mark.parametrize("compare", [False, True])
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, compare: bool):
+    """The sweep is too long to end before the signal comes, however busy the machine is."""
     head = 'compare = "variant"' if compare else ""
-    write_sweep(tmp_path, 10, head=head, seconds=0.2, variant=[1, 2] if compare else [1])
+    write_sweep(tmp_path, 100, head=head, seconds=0.2, variant=[1, 2] if compare else [1])
     mark = uuid.uuid4().hex
     process = start("sweep", "s.toml", folder=tmp_path, mark=mark)
     assert wait_until(lambda: (tmp_path / "runs" / "s.jsonl").exists() and len(indices(tmp_path)) >= 1, 30)
@@ -155,11 +156,11 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, compare: bool):
     code, _, err = finish(process)
     assert code == 130, err
     assert "Traceback" not in err
-    done, cells = len(Store(tmp_path / "runs" / "s.jsonl").latest()), 20 if compare else 10
+    done, cells = len(Store(tmp_path / "runs" / "s.jsonl").latest()), 200 if compare else 100
     verb = "is" if done == 1 else "are"
     message = f"{done} of {cells} cells {verb} finished and kept in runs/s.jsonl"
     assert err.endswith(f"trainstep: interrupted; {message}; to continue: trainstep sweep s.toml\n")
-    assert 1 <= len(set(indices(tmp_path))) < 10
+    assert 1 <= len(set(indices(tmp_path))) < 100
     assert reported(err) <= set(indices(tmp_path))
     assert wait_until(lambda: not marked(mark)), "an orphan"
 

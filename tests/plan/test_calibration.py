@@ -1,5 +1,6 @@
 """A calibration: fits and curves of measured points, what is shipped, what is scaled from it, and what it refuses."""
 
+import csv
 import json
 import re
 from dataclasses import replace
@@ -11,9 +12,9 @@ import pytest
 from record_maker import a_record
 from sources import ROOT, load_script
 from trainstep.config.machine import gpu_named
-from trainstep.plan.time.calibration import calibration_of, data_sheet, scaled_to, shipped
+from trainstep.plan.time.calibration import Calibration, calibration_of, data_sheet, scaled_to, shipped
 from trainstep.plan.time.fits import Curve, curve_of, nonnegative_fit
-from trainstep.plan.time.kernels import Kind, matmul, traffic
+from trainstep.plan.time.kernels import Kernel, Kind, matmul, traffic
 from trainstep.plan.time.matmul_work import matmul_work
 from trainstep.plan.time.stored import read_calibration
 from trainstep.records.facts import facts_of
@@ -130,6 +131,33 @@ def test_a_data_sheet_scales_and_widens():
     given = data_sheet(peak_tflops=990, memory_bytes_per_s=4.8e12)
     assert given.kernel_s(add, SYMBOLS).time_s == pytest.approx(base.time_s, rel=1e-6)
     assert given.extra_spread > h100.extra_spread > H200.extra_spread == 0
+
+
+def attention_s(calibration: Calibration, implementation: str, context: int) -> float:
+    """Both passes of medium's attention, batch 4, in bf16."""
+    symbols = {"B": 4, "H": 16, "S": context, "D": 64}
+    kinds = (Kind.ATTENTION_FORWARD, Kind.ATTENTION_BACKWARD)
+    kernels = [Kernel(kind=kind, op=implementation, shape="B H S S D", element_bytes=2) for kind in kinds]
+    return sum(calibration.kernel_s(kernel, symbols).time_s for kernel in kernels)
+
+
+@pytest.mark.parametrize("context", [256, 1024, 2048, 4096])
+def test_torchs_own_attention_takes_what_its_kernels_in_a_step_took(context: int):
+    """results/h200/sdpa_kernels.csv, of which the calibration has other heads than medium's."""
+    measured_us = 0.0
+    with (ROOT / "results/h200/sdpa_kernels.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            case = [row[name] for name in ("size", "context", "precision", "compile", "capture", "attention")]
+            if case == ["medium", str(context), "bf16_autocast", "none", "none", "sdpa"]:
+                measured_us += float(row["us"]) * int(row["calls"]) / 2  # two blocks
+    assert attention_s(H200, "sdpa", context) * 1e6 == pytest.approx(measured_us, rel=0.06)
+    assert attention_s(H200, "sdpa_flash", context) > 1.2 * attention_s(H200, "sdpa", context)
+
+
+def test_torchs_own_attention_is_cudnns_on_hopper_alone():
+    h100, a100 = (scaled_to(gpu_named(name)) for name in ("h100", "a100-sxm4-80gb"))
+    assert attention_s(h100, "sdpa", 2048) == pytest.approx(attention_s(H200, "sdpa", 2048))
+    assert attention_s(a100, "sdpa", 2048) == attention_s(a100, "sdpa_flash", 2048)
 
 
 def test_a_record_becomes_speeds():

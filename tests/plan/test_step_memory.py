@@ -46,7 +46,7 @@ def test_peaks_are_those_of_h200s(grades):
     assert median <= 0.001
     assert worst <= 0.03, "fused blocks that recompute some results are up to 2.5 % off"
     median, worst = sizes([grade.reserved_error for grade in grades])
-    assert median <= 0.005
+    assert median <= 0.006
     assert worst <= 0.16, (
         "8 % is the aim: a model compiled whole is beyond, and 8B of plain ops with all blocks recomputed"
     )

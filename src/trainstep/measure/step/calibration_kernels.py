@@ -167,7 +167,7 @@ def attention_points(device: torch.device, seed: int) -> Iterator[Point]:
     normal = _normal(device, seed)
     cases: Sequence[tuple[int, int, int]] = _GPU_ATTENTION if gpu else _CPU_ATTENTION
     names = (
-        [("sdpa_flash", "bf16"), ("sdpa_efficient", "fp32"), ("trainstep", "bf16")]
+        [("sdpa", "bf16"), ("sdpa_flash", "bf16"), ("sdpa_efficient", "fp32"), ("trainstep", "bf16")]
         if gpu
         else [("sdpa", "fp32"), ("sdpa", "bf16")]
     )
@@ -189,7 +189,7 @@ def attention_points(device: torch.device, seed: int) -> Iterator[Point]:
 
                 yield Point(
                     row={
-                        "implementation": _stored(name, dtype),
+                        "implementation": name if gpu else _stored(name, dtype),
                         "dtype": dtype,
                         "direction": direction,
                         "batch_heads": heads,

@@ -25,8 +25,8 @@ _SHORT_S, _FIXED_S = 50e-6, 8e-6
 _SHARE_OF_MATMULS = {"forward": 0.45, "backward": 0.35}
 """Attention's share of a matmul's rate, where no attention was measured."""
 _DEFAULTS = {"bf16": "sdpa_flash", "fp32": "sdpa_efficient"}
-"""The kernel that torch chooses, by dtype. On a Hopper GPU torch 2.11 takes cuDNN's in some steps (8B at 32,768 tokens), but
-steps of small and large at 1,024 and 2,048 tokens take as long as with flash (docs/log.md)."""
+"""The kernel that torch chooses, by dtype, where a calibration has no points of its choice, which are named sdpa. In 16 bits
+torch 2.11 takes cuDNN's on Hopper GPUs, with all heads and contexts that were tried (results/h200/sdpa_kernels.csv)."""
 
 Key = tuple[str, str, str, int]
 
@@ -124,7 +124,9 @@ def seconds_of_attention(
     """Seconds, spread, and what was guessed. `matmul`: FLOP/s of matmuls, of which attention has a share if none was measured."""
     batch_heads, context, width = symbols["B"] * symbols["H"], symbols["S"], symbols["D"]
     work = attention_work(direction, dtype, batch_heads, context, width, units=units)
-    name = _DEFAULTS[dtype] if implementation == "sdpa" else implementation
+    name = implementation
+    if name == "sdpa" and (name, dtype, direction) not in {key[:3] for key in speeds}:
+        name = _DEFAULTS[dtype]
     nearest = _nearest(speeds, name, dtype, direction, width)
     if nearest is None:
         rate = _SHARE_OF_MATMULS[direction] * matmul
