@@ -54,7 +54,10 @@ FEW = (
         ("--preset fastest --out mine.jsonl", "out: mine.toml does not look like a preset that this version"),
         ("--preset fastest --model tiny,tiny", "preset: two cells of the grid are the same"),
         ("--preset fastest --ranks 2", "ranks: --preset searches in one process; leave ranks out"),
-        ("--preset fastest --processes 4 --dry-run", "processes: a preset keeps a change by a verdict, which needs at least 5"),
+        (
+            "--preset fastest --processes 4 --dry-run",
+            "processes: a preset keeps a change by a verdict, which needs at least 5",
+        ),
         ("--preset fastest --budget-minutes 0", "budget_minutes: must be a positive number"),
     ],
 )
