@@ -32,7 +32,7 @@ from trainstep.report.step.preset import preset_answer, preset_table, preset_tom
 from trainstep.training.build import build_step
 
 TIMING = ["--steps", "5", "--warmups", "1"]
-SMALL = ["--device", "cpu", "--context", "16", "--batch-size", "1", *TIMING, "--processes", "1"]
+SMALL = ["--device", "cpu", "--context", "16", "--batch-size", "1", *TIMING, "--processes", "5"]
 COMMAND = ["bench", "--preset", "fastest", "--model", "tiny", *SMALL]
 FEW = (
     Change(options={"adamw": "fused"}),
@@ -54,6 +54,10 @@ FEW = (
         ("--preset fastest --out mine.jsonl", "out: mine.toml does not look like a preset that this version"),
         ("--preset fastest --model tiny,tiny", "preset: two cells of the grid are the same"),
         ("--preset fastest --ranks 2", "ranks: --preset searches in one process; leave ranks out"),
+        (
+            "--preset fastest --processes 4 --dry-run",
+            "processes: a preset keeps a change by a verdict, which needs at least 5",
+        ),
         ("--preset fastest --budget-minutes 0", "budget_minutes: must be a positive number"),
     ],
 )

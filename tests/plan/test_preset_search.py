@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from trainstep.config.parsing import build_run
 from trainstep.plan.preset import (
     ALWAYS,
     CHANGES,
@@ -327,6 +328,17 @@ def test_a_change_that_the_best_so_far_hinders_is_tried_with_what_it_brings_alon
     result = lab.run(CAPTURE, Change(options={"compile": "block"}, otherwise={"capture": "none"}))
     assert result.steps[1].change == "compile block with capture none"
     assert result.chosen == {**START, "capture": "none", "compile": "block"}
+
+
+def test_a_change_that_is_refused_with_what_it_brings_along_has_the_reason_that_holds_then():
+    """A compiled model refuses updates in backward also with the AdamW that the first refusal asks for."""
+    lab = Lab({})
+    lab.key_of = lambda options: repr(build_run({**options, "device": "cuda"}))  # type: ignore[method-assign]
+    [row] = [change for change in CHANGES if "update" in change.options]
+    [step] = lab.run(row, start={**START, "compile": "model"}).steps
+    assert (step.change, step.word) == ("update in_backward with adamw trainstep", "not run")
+    assert "a model compiled whole completes all gradients at once; take compile block or none" in step.reason
+    assert lab.compared == []
 
 
 def test_options_that_were_tried_under_another_name_are_not_tried_again():

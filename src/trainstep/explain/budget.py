@@ -40,6 +40,7 @@ from trainstep.explain.changes import ALL_BLOCKS, change_of
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place, taken_from
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
 from trainstep.explain.gain import expected_share, gain_of, merged_share
+from trainstep.explain.room import with_room
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
@@ -128,6 +129,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
             continue
         half_s = parts.half_width_s(cause, excess_s)
         change, is_taken = change_of(parts.config, cause)
+        change, no_room = with_room(evidence, change)
         most_s = max(excess_s, evidence.measured_s - sum(parts.floor.values()))
         high_s = min(most_s, excess_s + half_s)
         excess = Interval(time_s=excess_s, low_s=max(0.0, excess_s - half_s), high_s=high_s)
@@ -143,10 +145,10 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
                     evidence.measured_s,
                     parts.predicted,
                     after,
-                    is_taken=is_taken,
+                    is_taken=is_taken or bool(no_room and not change),
                     expected=parts.share_of(cause),
                 ),
-                evidence=parts.words.get(cause, ""),
+                evidence=parts.words.get(cause, "") + no_room,
                 times_s=parts.times.get(cause, {}),
                 change=change,
                 is_taken=is_taken,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainstep.config.machine import machine_spec
 from trainstep.config.parallel import RanksConfig
 from trainstep.plan.grade import ranks_config
 from trainstep.records.record import Record
@@ -99,6 +100,8 @@ class Evidence:
     """Backward passes of a step that each sent every gradient."""
     config: RanksConfig | None = None
     """None for a step that plan cannot predict: on a CPU, of a script or a trace, or of a model without formulas."""
+    gpu_memory_bytes: int | None = None
+    """Memory of the step's GPU, as the driver or else the data sheet says; None if unknown."""
     places: Mapping[str, Place] = field(default_factory=dict)
     """Cause -> where it was seen in the user's code."""
     notes: tuple[str, ...] = ()
@@ -124,6 +127,7 @@ def evidence_of(record: Record) -> Evidence:
     work = work_of(record.tables)
     measured_s = statistics.median(times)
     busy_s = record.fact("device_busy_s")
+    sheet = machine_spec(record.environment.gpu)
     exposed_s = record.fact("exposed_s", fraction) or 0.0
     host = [row for row in rows_of(record.tables.get("host")) if row["phase"] != _ONLY_OUTSIDE]
     return Evidence(
@@ -144,6 +148,7 @@ def evidence_of(record: Record) -> Evidence:
         throttle=record.fact("throttle_reasons") or "",
         others=_others(record),
         config=config,
+        gpu_memory_bytes=record.environment.gpu_memory_bytes or (sheet.memory_bytes if sheet else None),
         phases_s={name: time_s for name in _PHASES if (time_s := _median(record, name))},
     )
 

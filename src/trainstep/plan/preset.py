@@ -272,13 +272,15 @@ class _Search(Trials):
         return mode in RECOMPUTES and RECOMPUTES.index(less) < RECOMPUTES.index(mode)
 
     def _options_of(self, change: Change) -> tuple[Options, str, str]:
-        """The options with the change, its name, and why a config refuses it, with and without what it may bring along."""
-        best = self.result.best
-        options = {**best, **change.options}
-        why = self.refusal(options)
-        if why and change.otherwise and not self.refusal({**options, **change.otherwise}):
-            return {**options, **change.otherwise}, name_of({**change.options, **change.otherwise}), ""
-        return options, name_of(change.options), why
+        """The options with the change, its name, and why a config refuses it; with what it may bring along, if refused alone.
+
+        The reason is then the one that holds with that too: a reader who follows the advice of the first meets the second.
+        """
+        given = change.options
+        if self.refusal({**self.result.best, **given}):
+            given = {**given, **change.otherwise}
+        options = {**self.result.best, **given}
+        return options, name_of(given), self.refusal(options)
 
     def _untried_name(self, change: Change) -> str:
         """The name of a change that would be measured with the best so far; empty for one that would not."""

@@ -24,6 +24,7 @@ from trainstep.measure.harness.sets_plan import FEWEST_SETS
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.plan.preset import Result, changes_within, search
 from trainstep.plan.trials import Options
+from trainstep.records.compare import MINIMUM_PAIRS
 from trainstep.records.record import Environment
 from trainstep.records.store import RUNS, Store
 from trainstep.report.kit.visible import one_line
@@ -47,6 +48,11 @@ def run_presets(
 ) -> int:
     """Search for each cell of the grid and show the results. Returns the exit code."""
     precisions = allowed_precisions(allow_precision)
+    if bounds.processes is not None and bounds.processes < MINIMUM_PAIRS:
+        raise ValueError(
+            f"processes: a preset keeps a change by a verdict, which needs at least {MINIMUM_PAIRS} processes a side, not "
+            f"{bounds.processes}; take more, or leave processes out"
+        )
     if how.page is not None:
         raise ValueError("page: a preset writes TOML and Markdown; trainstep report makes a page of its records")
     store = how.store(how.out or RUNS / _FILE, "bench")
