@@ -255,10 +255,25 @@ def test_gradients_of_forward_are_spent_once(device: str):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
-def test_a_target_out_of_range_gives_nan(device: str):
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_a_target_out_of_range_gives_nan(in_forward: bool, device: str):
     hidden, weight, targets = operands(9, 30, torch.float32, device)
-    targets[3] = 30
-    assert linear_cross_entropy(hidden, weight, targets).isnan()
+    targets[3] = 50
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(*leaves, targets, gradients_in_forward=in_forward)
+    dhidden, dweight = torch.autograd.grad(loss, leaves)
+    assert loss.isnan()
+    assert dweight.isnan().all()
+    assert dhidden[3].isnan().all()
+    assert dhidden[[0, 1, 2, *range(4, 9)]].isfinite().all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the reference runs on a CPU")
+def test_a_target_out_of_range_is_an_error_of_the_reference():
+    hidden, weight, targets = operands(9, 30, torch.float32, "cpu")
+    targets[3] = 50
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(hidden, weight, targets)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -51,11 +51,12 @@ def linear_cross_entropy(
     targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's, which is faster and needs less memory, but rounds
     once a chunk: in bf16 the error of dW is 6.2e-3 to 7.8e-3 of its largest entry with 8, 11 and 16 chunks, where the 2x rule
     allows 1.31e-2 (results/h200/loss_bill_kernel.csv, loss_bill_again.csv); more were not checked. `chunk_tokens`: by default as
-    many as have 256 MiB of logits, but up to 2,048 as far as these have at most 1 GiB. A target out of range gives NaN. Where no
-    token counts, the mean is NaN, as torch's.
+    many as have 256 MiB of logits, but up to 2,048 as far as these have at most 1 GiB. A target out of range makes the loss, the
+    gradient of weight and its token's gradient of hidden NaN. Where no token counts, the mean is NaN, as torch's.
 
-    On a CPU and in fp64 ops/reference.py runs, with whole logits. ValueError for shapes and settings that do not fit; RuntimeError
-    for a second backward pass with gradients in forward, whose memory the first has reused, and for create_graph=True with them.
+    On a CPU and in fp64 ops/reference.py runs, with whole logits; a target out of range is an error of torch's there. ValueError
+    for shapes and settings that do not fit; RuntimeError for a second backward pass with gradients in forward, whose memory the
+    first has reused, and for create_graph=True with them.
     """
     _check(hidden, weight, targets, label_smoothing, reduction, chunk_tokens, sum_dtype)
     dtype = autocast_dtype(hidden)
