@@ -293,6 +293,24 @@ def test_the_module_is_a_head_without_bias():
     torch.testing.assert_close(head(hidden, targets), cross_entropy(linear(hidden), targets, label_smoothing=0.1))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"label_smoothing": 2.0}, ValueError, "label_smoothing: must be from 0 to 1"),
+        ({"chunk_tokens": 1.5}, ValueError, "chunk_tokens: must be at least 1 and a whole number"),
+        ({"lable_smoothing": 0.1}, TypeError, "unexpected keyword argument 'lable_smoothing'"),
+    ],
+)
+def test_the_module_refuses_wrong_options_when_it_is_made(options: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        LinearCrossEntropy(24, 30, **options)
+
+
+def test_the_module_has_a_device_and_a_dtype():
+    head = LinearCrossEntropy(24, 30, device="meta", dtype=torch.bfloat16, z_loss=1e-4)
+    assert (head.weight.device.type, head.weight.dtype) == ("meta", torch.bfloat16)
+
+
 def test_chunks_have_256_mib_of_logits_and_full_tiles_or_2048_tokens_within_1_gib():
     assert chunk_tokens(10_000, 2) == 13_312
     assert chunk_tokens(50_304, 2) == 2_560
@@ -318,7 +336,10 @@ def test_chunks_have_256_mib_of_logits_and_full_tiles_or_2048_tokens_within_1_gi
         ),
         ({"reduction": "none"}, "reduction: 'none' is not known"),
         ({"label_smoothing": 1.5}, "label_smoothing: must be from 0 to 1"),
+        ({"z_loss": -1e-3}, "z_loss: must be finite and not negative, but is -0.001"),
+        ({"z_loss": math.nan}, "z_loss: must be finite and not negative, but is nan"),
         ({"chunk_tokens": 0}, "chunk_tokens: must be at least 1"),
+        ({"chunk_tokens": 1.5}, "chunk_tokens: must be at least 1 and a whole number, but is 1.5"),
         ({"sum_dtype": torch.float16}, "sum_dtype: must be torch.float32, or None"),
     ],
 )
