@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sources import ROOT
@@ -108,6 +108,7 @@ def test_plain_values_give_the_same_run(values: dict[str, Any]):
     assert from_plain(RunConfig, json.loads(json.dumps(plain))) == run
 
 
+@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 100), st.integers(1, 64), st.integers(1, 64)),
     rates=st.tuples(st.floats(1e-9, 1e9), st.none() | st.floats(1e-9, 1e9)),

@@ -171,9 +171,15 @@ def test_seeds_are_limited_to_those_of_torch():
         ),
         ({"recompute_budget_gib": 0.0}, "recompute_budget_gib: must be positive or none"),
         ({"recompute_budget_gib": 1.0, "recompute": "block"}, "recompute: is chosen by recompute_budget_gib"),
+        ({"recompute_budget_gib": 1.0, "recompute_every": 2}, "recompute_every: is chosen by recompute_budget_gib"),
+        ({"recompute_budget_gib": 1.0, "narrow_blocks": 1}, "narrow_blocks: is chosen by recompute_budget_gib"),
         ({"recompute_budget_gib": 1.0, "compile": "model"}, "take compile block or none"),
         ({"recompute_budget_gib": 1.0, "mode": "forward"}, "mode forward has no backward"),
         ({"recompute_budget_gib": 1.0, "update": "in_backward", "adamw": "trainstep"}, "take update after_backward"),
+        (
+            {"recompute_budget_gib": 1.0, "update": "in_backward"},
+            "recompute_budget_gib: its measured backward must not",
+        ),
     ],
     ids=str,
 )

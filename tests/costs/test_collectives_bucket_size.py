@@ -1,7 +1,7 @@
 """The best bucket size has less overhead than any other size."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainstep.costs.collectives import best_bucket_bytes, bucket_overhead_s
@@ -15,6 +15,7 @@ def test_overhead_is_as_counted_by_hand():
     assert best_bucket_bytes(400.0, 1.0, 4.0) == 40
 
 
+@settings(deadline=None)
 @given(
     gradients=st.floats(1e3, 1e10),
     latency_s=st.floats(1e-6, 1e-2),

@@ -327,7 +327,8 @@ def test_a_cuda_graph_replays_the_update():
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr: must not be negative, but is -1.0"),
-        ({"betas": (0.9, 1.0)}, "betas: must be at least 0 and below 1"),
+        ({"betas": (0.9, 1.0)}, "betas: must be two numbers, at least 0 and below 1"),
+        ({"betas": (0.9,)}, "betas: must be two numbers"),
         ({"lr": torch.ones(2)}, "lr: must have one element, not 2"),
     ],
 )

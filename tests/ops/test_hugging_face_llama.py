@@ -139,8 +139,31 @@ def test_options_of_the_loss_are_kept():
     hugging_face_llama.patch(model)
     for options, loss in zip(fixed, expected, strict=False):
         torch.testing.assert_close(model(**inputs(), **options).loss, loss)
-    loss, *_ = model(**inputs(), return_dict=False)
-    torch.testing.assert_close(loss, model(**inputs()).loss)
+
+
+def test_shift_labels_may_be_flat():
+    model = llama()
+    flat = {"shift_labels": inputs()["labels"].roll(2, 1).flatten()}
+    expected = model(**inputs(), **flat).loss
+    hugging_face_llama.patch(model)
+    torch.testing.assert_close(model(**inputs(), **flat).loss, expected)
+
+
+def test_a_tuple_has_none_in_the_place_of_the_logits():
+    model = llama()
+    expected = model(**inputs(), return_dict=False, output_hidden_states=True)
+    hugging_face_llama.patch(model)
+    loss, logits, *others = model(**inputs(), return_dict=False, output_hidden_states=True)
+    torch.testing.assert_close(loss, expected[0])
+    assert logits is None
+    assert [type(part) for part in others] == [type(part) for part in expected[2:]]
+
+
+def test_swish_is_another_name_of_silu():
+    model = llama(hidden_act="swish")
+    expected = model(**inputs()).loss
+    hugging_face_llama.patch(model)
+    torch.testing.assert_close(model(**inputs()).loss, expected)
 
 
 def test_a_copy_of_a_patched_model_has_its_own_weights():
@@ -165,4 +188,6 @@ def test_other_models_are_refused(model: Any, words: str):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_a_patched_model_in_the_interpreter():
-    assert in_the_interpreter("tests/ops/test_hugging_face_llama.py", "-k", "accurate or wanted or options") >= 4
+    assert (
+        in_the_interpreter("tests/ops/test_hugging_face_llama.py", "-k", "accurate or wanted or options or flat") >= 5
+    )

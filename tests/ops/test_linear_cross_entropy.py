@@ -255,10 +255,25 @@ def test_gradients_of_forward_are_spent_once(device: str):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=ONLY_KERNELS), DEVICES[1]])
-def test_a_target_out_of_range_gives_nan(device: str):
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_a_target_out_of_range_gives_nan(in_forward: bool, device: str):
     hidden, weight, targets = operands(9, 30, torch.float32, device)
-    targets[3] = 30
-    assert linear_cross_entropy(hidden, weight, targets).isnan()
+    targets[3] = 50
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(*leaves, targets, gradients_in_forward=in_forward)
+    dhidden, dweight = torch.autograd.grad(loss, leaves)
+    assert loss.isnan()
+    assert dweight.isnan().all()
+    assert dhidden[3].isnan().all()
+    assert dhidden[[0, 1, 2, *range(4, 9)]].isfinite().all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the reference runs on a CPU")
+def test_a_target_out_of_range_is_an_error_of_the_reference():
+    hidden, weight, targets = operands(9, 30, torch.float32, "cpu")
+    targets[3] = 50
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(hidden, weight, targets)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -276,6 +291,24 @@ def test_the_module_is_a_head_without_bias():
     hidden, _, targets = operands(9, 30, torch.float32, "cpu")
     torch.testing.assert_close(head.logits(hidden), linear(hidden))
     torch.testing.assert_close(head(hidden, targets), cross_entropy(linear(hidden), targets, label_smoothing=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"label_smoothing": 2.0}, ValueError, "label_smoothing: must be from 0 to 1"),
+        ({"chunk_tokens": 1.5}, ValueError, "chunk_tokens: must be at least 1 and a whole number"),
+        ({"lable_smoothing": 0.1}, TypeError, "unexpected keyword argument 'lable_smoothing'"),
+    ],
+)
+def test_the_module_refuses_wrong_options_when_it_is_made(options: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        LinearCrossEntropy(24, 30, **options)
+
+
+def test_the_module_has_a_device_and_a_dtype():
+    head = LinearCrossEntropy(24, 30, device="meta", dtype=torch.bfloat16, z_loss=1e-4)
+    assert (head.weight.device.type, head.weight.dtype) == ("meta", torch.bfloat16)
 
 
 def test_chunks_have_256_mib_of_logits_and_full_tiles_or_2048_tokens_within_1_gib():
@@ -303,7 +336,10 @@ def test_chunks_have_256_mib_of_logits_and_full_tiles_or_2048_tokens_within_1_gi
         ),
         ({"reduction": "none"}, "reduction: 'none' is not known"),
         ({"label_smoothing": 1.5}, "label_smoothing: must be from 0 to 1"),
+        ({"z_loss": -1e-3}, "z_loss: must be finite and not negative, but is -0.001"),
+        ({"z_loss": math.nan}, "z_loss: must be finite and not negative, but is nan"),
         ({"chunk_tokens": 0}, "chunk_tokens: must be at least 1"),
+        ({"chunk_tokens": 1.5}, "chunk_tokens: must be at least 1 and a whole number, but is 1.5"),
         ({"sum_dtype": torch.float16}, "sum_dtype: must be torch.float32, or None"),
     ],
 )

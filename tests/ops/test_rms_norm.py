@@ -95,6 +95,11 @@ def test_the_module_is_torchs():
     torch.testing.assert_close(y, torchs(3 * x))
 
 
+def test_the_module_has_a_device_and_a_dtype():
+    norm = RMSNorm(24, device="meta", dtype=torch.bfloat16)
+    assert (norm.weight.device.type, norm.weight.dtype) == ("meta", torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("weight", "residual", "words"),
     [

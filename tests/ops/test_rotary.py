@@ -82,6 +82,15 @@ def test_batch_elements_may_have_their_own_positions(device: str):
     torch.testing.assert_close(first[:1], rotary(q[:1], k[:1], cos[:5], sin[:5])[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_cos_and_sin_have_no_gradient(device: str):
+    cos, sin = (table.requires_grad_() for table in tables(5, 16, device))
+    q, k = normal(2, 3, 5, 16, device=device).requires_grad_(), normal(2, 3, 5, 16, seed=1, device=device)
+    sum(x.sum() for x in rotary(q, k, cos, sin)).backward()
+    assert q.grad is not None
+    assert cos.grad is sin.grad is None
+
+
 def test_the_product_of_q_and_k_depends_on_their_distance_alone():
     cos, sin = tables(40, 32, "cpu")
     q, k = (normal(1, 1, 1, 32, seed=seed).expand(1, 1, 40, 32) for seed in (0, 1))

@@ -96,6 +96,13 @@ def test_the_module_loads_separate_gate_and_up():
     torch.testing.assert_close(again(x), theirs(x))
 
 
+def test_the_module_has_a_device_and_a_dtype():
+    for device in ("cpu", "meta"):
+        weights = list(SwiGLU(24, 40, device=device, dtype=torch.bfloat16).parameters())
+        assert [x.shape for x in weights] == [(80, 24), (24, 40)]
+        assert {(x.device.type, x.dtype) for x in weights} == {(device, torch.bfloat16)}
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

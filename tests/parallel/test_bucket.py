@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainstep.parallel.bucket import plan_buckets
@@ -36,6 +36,7 @@ def test_a_bucket_has_one_dtype():
     assert plan_buckets(tensors, bucket_bytes=100, dtype=torch.float32) == [[2, 1, 0]]
 
 
+@settings(deadline=None)
 @given(
     numels=st.lists(st.integers(1, 9), max_size=12),
     limit=st.integers(1, 60),

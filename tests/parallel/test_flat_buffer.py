@@ -1,13 +1,14 @@
 """Flat buffers: aligned layouts, views shaped as their tensors, and shards that cover everything once."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainstep.costs.buckets import ALIGNMENT
 from trainstep.parallel.flat_buffer import FlatBuffer, lay_out
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8),
     parts=st.integers(1, 5),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -51,6 +51,7 @@ def train(optimizer: torch.optim.Optimizer, steps: range, scheduler: Any = None)
 # Owners
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 10**9), max_size=60), st.integers(1, 8))
 def test_owners_have_balanced_sizes(sizes_bytes: list[int], world_size: int):
     owners = assign_owners(sizes_bytes, [0] * world_size)

@@ -4,7 +4,7 @@ import dataclasses
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainstep.plan.recomputation import (
@@ -60,6 +60,7 @@ def chosen(step: StepCost, budget: int) -> Choice | None:
         return None
 
 
+@settings(deadline=None)
 @given(steps(), st.integers(0, 800))
 def test_no_other_choice_that_fits_takes_less_time(step: StepCost, budget: int):
     choice = chosen(step, budget)
@@ -70,12 +71,14 @@ def test_no_other_choice_that_fits_takes_less_time(step: StepCost, budget: int):
         assert choice.added_s == min(fitting)
 
 
+@settings(deadline=None)
 @given(steps(), st.integers(0, 800))
 def test_a_choice_never_holds_more_than_the_budget(step: StepCost, budget: int):
     choice = chosen(step, budget)
     assert choice is None or choice.peak_bytes <= budget
 
 
+@settings(deadline=None)
 @given(steps(most=8), st.lists(st.integers(0, 900), min_size=2, max_size=6))
 def test_a_larger_budget_never_adds_time(step: StepCost, budgets: list[int]):
     choices = [chosen(step, budget) for budget in sorted(budgets)]
@@ -84,6 +87,7 @@ def test_a_larger_budget_never_adds_time(step: StepCost, budgets: list[int]):
     assert times == sorted(times, reverse=True)
 
 
+@settings(deadline=None)
 @given(steps(most=6), st.integers(0, 800))
 def test_less_recomputation_in_any_block_does_not_fit(step: StepCost, budget: int):
     """So a choice is under its budget by less than one block's next mode would take."""
@@ -96,6 +100,7 @@ def test_less_recomputation_in_any_block_does_not_fit(step: StepCost, budget: in
             assert other.peak_bytes > budget or other.added_s == choice.added_s
 
 
+@settings(deadline=None)
 @given(steps())
 def test_the_curve_goes_from_the_lowest_peak_to_no_recomputation(step: StepCost):
     choices = curve(step)
@@ -142,6 +147,7 @@ def test_the_lowest_peak_is_that_of_chains_of_the_root():
     assert refusal.value.minimum == lowest
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4).flatmap(lambda count: st.lists(of_count(count), min_size=1, max_size=3)), st.integers(0, 800))
 def test_what_fits_on_the_largest_rank_fits_on_all(of_ranks: list[StepCost], budget: int):
     """And it takes as long as on the slowest, block by block, so no choice is faster on any rank than together."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -205,6 +205,7 @@ def test_a_step_without_messages_has_no_communication():
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=6)
 
 
+@settings(deadline=None)
 @given(messages=INTERVALS, kernels=INTERVALS)
 def test_times_are_those_of_counting_each_microsecond(messages: list[tuple[int, int]], kernels: list[tuple[int, int]]):
     events: list[Activity | Call | Range] = [span("step 0", 0, 200), *launched(GEMM, 0, 150, 151, 1)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,6 +22,7 @@ from trainstep.training.build import build_step
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
 
+@settings(deadline=None)
 @given(INTERVALS)
 def test_gaps_and_the_union_fill_the_time(intervals: list[tuple[int, int]]):
     ordered = sorted(intervals)

@@ -122,6 +122,7 @@ class RunConfig:
             raise ValueError(f"learning_rate: must be positive, not {self.learning_rate!r}")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < math.inf:
             raise ValueError(f"clip_grad_norm: must be positive or none, not {self.clip_grad_norm!r}")
+        self._check_budget()  # first, because the other two would advise what a budget refuses
         self._check_update()
         self._check_recompute()
         self._check_sync()
@@ -135,6 +136,26 @@ class RunConfig:
             )
         if self.data != "random" and isinstance(self.model, UserModel):
             raise ValueError("data: a model of your own brings its own batches; leave data at random")
+
+    def _check_budget(self) -> None:
+        if self.recompute_budget_gib is None:
+            return
+        if not 0 < self.recompute_budget_gib < math.inf:
+            raise ValueError(f"recompute_budget_gib: must be positive or none, not {self.recompute_budget_gib!r}")
+        chosen = {"recompute": "none", "recompute_every": 1, "narrow_blocks": 0}
+        for name, default in chosen.items():
+            if getattr(self, name) != default:
+                raise ValueError(f"{name}: is chosen by recompute_budget_gib; leave one of them out")
+        if self.compile == "model":
+            raise ValueError(
+                "recompute_budget_gib: chooses by block, which compile model does not know; take compile block or none"
+            )
+        if self.mode not in ("forward_backward", "step"):
+            raise ValueError(f"recompute_budget_gib: mode {self.mode} has no backward that recomputes; leave it out")
+        if self.updates_in_backward:
+            raise ValueError(
+                "recompute_budget_gib: its measured backward must not update weights; take update after_backward"
+            )
 
     def _check_update(self) -> None:
         if self.update == "after_backward":
@@ -174,22 +195,6 @@ class RunConfig:
             raise ValueError(
                 f"attention: {self.attention} {unknown_to_torch[self.attention]}, so that recompute selective, narrow and a "
                 "recompute_budget_gib cannot keep its result; take another attention, or recompute block or none without a budget"
-            )
-        if self.recompute_budget_gib is None:
-            return
-        if not 0 < self.recompute_budget_gib < math.inf:
-            raise ValueError(f"recompute_budget_gib: must be positive or none, not {self.recompute_budget_gib!r}")
-        if self.recompute != "none":
-            raise ValueError("recompute: is chosen by recompute_budget_gib; leave one of them out")
-        if self.compile == "model":
-            raise ValueError(
-                "recompute_budget_gib: chooses by block, which compile model does not know; take compile block or none"
-            )
-        if self.mode not in ("forward_backward", "step"):
-            raise ValueError(f"recompute_budget_gib: mode {self.mode} has no backward that recomputes; leave it out")
-        if self.updates_in_backward:
-            raise ValueError(
-                "recompute_budget_gib: its measured backward must not update weights; take update after_backward"
             )
 
     def _check_narrow_blocks(self) -> None:

@@ -54,8 +54,8 @@ class AdamW(torch.optim.Optimizer):
         for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
             if not value >= 0:
                 raise ValueError(f"{name}: must not be negative, but is {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: must be at least 0 and below 1, but are {betas}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: must be two numbers, at least 0 and below 1, but are {betas}")
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self.rounded: dict[Tensor, Tensor] = {}
         """Parameter -> a tensor of another dtype and the same shape and layout, to which each update rounds the parameter."""

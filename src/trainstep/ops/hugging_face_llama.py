@@ -7,8 +7,9 @@
     hugging_face_llama.patch(model)
 
 Weights, their names and the mathematics stay. While the model trains and is given labels, its output has no logits, because they
-never exist whole; in evaluation and without labels it has them. A copied model keeps the ops; a model that comes from a pickle has
-to be patched again. Needs `pip install trainstep[hf]`; tested with transformers 5.5 and 5.23.
+never exist whole; in evaluation and without labels it has them. In the tuple of return_dict=False None stands in their place. A
+copied model keeps the ops; a model that comes from a pickle has to be patched again. Needs `pip install trainstep[hf]`; tested
+with transformers 5.5 and 5.23.
 """
 
 from functools import update_wrapper
@@ -27,6 +28,8 @@ from trainstep.ops.swiglu import swiglu
 
 _IGNORED = -100
 """The label of tokens that do not count, in transformers."""
+_SILU = ("silu", "swish")
+"""The names of SiLU in transformers."""
 _BEFORE_LABELS = 5
 """Arguments of LlamaForCausalLM.forward in front of the labels. Who gives these by position gets the usual forward."""
 
@@ -43,7 +46,7 @@ def patch(model: Any) -> None:
 
     if not isinstance(model, modeling_llama.LlamaForCausalLM):
         raise ValueError(f"model: must be a LlamaForCausalLM, but is a {type(model).__name__}")
-    if model.config.hidden_act != "silu":
+    if model.config.hidden_act not in _SILU:
         raise ValueError(f"model: its activation must be silu, but is {model.config.hidden_act}")
     patch_loss(model)
     replaced: dict[Any, Any] = {modeling_llama.LlamaRMSNorm: _norm, modeling_llama.LlamaMLP: _mlp}
@@ -131,9 +134,9 @@ def _loss(self: Any, *inputs: Any, labels: Tensor | None = None, **options: Any)
     tokens = loss_options["num_items_in_batch"]
     hidden = outputs.last_hidden_state
     loss = linear_cross_entropy(
-        hidden,
+        hidden.flatten(0, -2),
         self.lm_head.weight,
-        targets.to(hidden.device),
+        targets.to(hidden.device).flatten(),  # shift_labels may have any shape, as in ForCausalLMLoss
         ignore_index=ignored,
         reduction="mean" if tokens is None else "sum",
         # Gradients of fp16 logits that are made in forward lack the scaler's factor, and most of them are 0
@@ -145,7 +148,10 @@ def _loss(self: Any, *inputs: Any, labels: Tensor | None = None, **options: Any)
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
     )
-    return result if loss_options["return_dict"] is not False else result.to_tuple()
+    if loss_options["return_dict"] is not False:
+        return result
+    loss, *others = result.to_tuple()  # without what is None, so the cache would stand where callers look for logits
+    return loss, None, *others
 
 
 def _is_plain(head: Any) -> bool:

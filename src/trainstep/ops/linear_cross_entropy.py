@@ -15,6 +15,8 @@ GPT-2's 50,257 words the three matmuls of 8,192 tokens, 4,096 wide, take an H200
 multiple of 16, and the rest (results/h200/odd_vocabulary.csv).
 """
 
+import inspect
+import math
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -51,13 +53,15 @@ def linear_cross_entropy(
     targets (...) of int64. `sum_dtype`: torch.float32, or None for the weight's, which is faster and needs less memory, but rounds
     once a chunk: in bf16 the error of dW is 6.2e-3 to 7.8e-3 of its largest entry with 8, 11 and 16 chunks, where the 2x rule
     allows 1.31e-2 (results/h200/loss_bill_kernel.csv, loss_bill_again.csv); more were not checked. `chunk_tokens`: by default as
-    many as have 256 MiB of logits, but up to 2,048 as far as these have at most 1 GiB. A target out of range gives NaN. Where no
-    token counts, the mean is NaN, as torch's.
+    many as have 256 MiB of logits, but up to 2,048 as far as these have at most 1 GiB. A target out of range makes the loss, the
+    gradient of weight and its token's gradient of hidden NaN. Where no token counts, the mean is NaN, as torch's.
 
-    On a CPU and in fp64 ops/reference.py runs, with whole logits. ValueError for shapes and settings that do not fit; RuntimeError
-    for a second backward pass with gradients in forward, whose memory the first has reused, and for create_graph=True with them.
+    On a CPU and in fp64 ops/reference.py runs, with whole logits; a target out of range is an error of torch's there. ValueError
+    for shapes and settings that do not fit; RuntimeError for a second backward pass with gradients in forward, whose memory the
+    first has reused, and for create_graph=True with them.
     """
-    _check(hidden, weight, targets, label_smoothing, reduction, chunk_tokens, sum_dtype)
+    _check_shapes(hidden, weight, targets)
+    _check_settings(label_smoothing, z_loss, reduction, chunk_tokens, sum_dtype)
     dtype = autocast_dtype(hidden)
     if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -88,12 +92,24 @@ def linear_cross_entropy(
 class LinearCrossEntropy(nn.Module):
     """`linear_cross_entropy` with its weight: `head(hidden, targets)` gives the loss; `head.logits(hidden)` the logits.
 
-    Options are those of the function. Loads the state_dict of a torch.nn.Linear without bias.
+    Options are those of the function. Loads the state_dict of a torch.nn.Linear without bias. ValueError for settings that do not
+    fit, TypeError for an option that the function does not have.
     """
 
-    def __init__(self, d_model: int, vocab_size: int, **options: Any) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        vocab_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Linear(d_model, vocab_size, bias=False).weight
+        call = inspect.signature(linear_cross_entropy).bind(None, None, None, **options)
+        call.apply_defaults()
+        _check_settings(*(call.arguments[name] for name in inspect.signature(_check_settings).parameters))
+        self.weight = nn.Linear(d_model, vocab_size, bias=False, device=device, dtype=dtype).weight
         self.options = options
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -104,10 +120,7 @@ class LinearCrossEntropy(nn.Module):
         return nn.functional.linear(hidden, self.weight)
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, reduction: str, chunk_tokens: int | None,
-    sum_dtype: torch.dtype | None,
-) -> None:  # fmt: skip
+def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight: must be (V, {hidden.shape[-1]}) for hidden states of that width, but has the shape {tuple(weight.shape)}"
@@ -118,12 +131,19 @@ def _check(
         )
     if targets.device != hidden.device:  # a kernel that is started directly would read an address of the other device
         raise ValueError(f"targets: must be on {hidden.device} with hidden, but are on {targets.device}")
+
+
+def _check_settings(
+    label_smoothing: float, z_loss: float, reduction: str, chunk_tokens: int | None, sum_dtype: torch.dtype | None
+) -> None:
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction: {reduction!r} is not known; known: mean, sum")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: must be from 0 to 1, but is {label_smoothing}")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens: must be at least 1, but is {chunk_tokens}")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss: must be finite and not negative, but is {z_loss}")
+    if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
+        raise ValueError(f"chunk_tokens: must be at least 1 and a whole number, but is {chunk_tokens}")
     if sum_dtype not in (None, torch.float32):
         raise ValueError(f"sum_dtype: must be torch.float32, or None for the weight's, but is {sum_dtype}")
 

@@ -57,9 +57,16 @@ class RMSNorm(nn.Module):
     Takes the state_dict of torch.nn.RMSNorm with elementwise_affine.
     """
 
-    def __init__(self, width: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Any:

@@ -36,7 +36,7 @@ def rotary(
     _check(q_BHSD.shape, k_BGSD.shape, cos, sin, q_BHSD.device)
     with span("rotary"):
         if not has_kernel(q_BHSD, k_BGSD):
-            tables = _by_head(cos), _by_head(sin)
+            tables = _by_head(cos.detach()), _by_head(sin.detach())
             return (
                 reference.rotary(q_BHSD, *tables, interleaved=interleaved),
                 reference.rotary(k_BGSD, *tables, interleaved=interleaved),

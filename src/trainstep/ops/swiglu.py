@@ -7,6 +7,7 @@
 the pass that computes the gradients of gate and up.
 """
 
+import functools
 from contextlib import suppress
 from typing import Any
 
@@ -62,13 +63,20 @@ class SwiGLU(nn.Module):
     Loads the state_dict of a module with gate, up and down, as trainstep's Transformer has them.
     """
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        with torch.device("meta"):
-            self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
-        parts = [nn.Linear(d_model, d_ff, bias=False).weight.data for _ in ("gate", "up")]  # drawn as two matrices
+        new = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
+        self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False, device="meta", dtype=dtype)
+        parts = [new(d_model, d_ff).weight.data for _ in ("gate", "up")]  # drawn as two matrices
         self.gate_up.weight = nn.Parameter(torch.cat(parts))
-        self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.down = new(d_ff, d_model)
         self.register_load_state_dict_pre_hook(_join_gate_and_up)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainstep.measure.step.device_trace import device_busy_s, record_steps
@@ -17,6 +17,7 @@ from trainstep.traces.nesting import union_s
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
 
+@settings(deadline=None)
 @given(INTERVALS)
 def test_the_union_is_that_of_brute_force(intervals: list[tuple[int, int]]):
     covered = {moment for start, end in intervals for moment in range(start, end)}

@@ -56,7 +56,8 @@ def cross_entropy_kernel(
     """One row. loss = lse - (1 - smoothing) z_target - smoothing mean(z) + z_loss lse^2, with lse = log(sum(exp(z))).
 
     GRADIENT writes `scale` times the loss's gradient over the logits. HAS_LSE reads lse instead of computing it, and
-    writes no loss. An ignored row is not read: its logits need not be finite, and its loss, lse and gradient are 0.
+    writes no loss. An ignored row is not read: its logits need not be finite, and its loss, lse and gradient are 0. Where the
+    target is out of range, loss and gradient are NaN.
     """
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * row_stride
@@ -97,6 +98,7 @@ def cross_entropy_kernel(
         if GRADIENT:
             scale = tl.load(scale_ptr)
             slope, smoothing_part = scale * (1 + 2 * z_loss * lse) / sum_at_peak, scale * (smoothing / vocabulary)
+            slope = tl.where(is_valid, slope, float("nan"))
             tl.debug_barrier()  # all threads have read the target's logit
             # From the end, which was read last, and of which the cache has the most.
             if whole < vocabulary:
