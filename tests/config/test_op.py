@@ -15,7 +15,7 @@ from trainstep.config.parsing import build_config, to_plain
 def test_every_op_has_sizes_on_every_device(op: str, device: str):
     config = OpConfig(op=op, device=device)
     assert all(size > 0 for size in config.sizes.values())
-    assert all(getattr(config, name) is None for name in fields_without_effect(op) - {"direction"})
+    assert all(getattr(config, name) is None for name in fields_without_effect(op) - {"direction", "sum_dtype"})
     assert build_config("op", to_plain(config)) == config, "a record has the sizes that were filled in"
 
 
@@ -48,6 +48,7 @@ def test_the_default_sizes_on_a_gpu_are_those_of_published_comparisons():
             {"op": "adamw", "direction": "forward"},
             "direction: adamw is an update without a backward pass; leave it at both",
         ),
+        ({"sum_dtype": "own"}, "sum_dtype: only linear_cross_entropy sums over chunks, rms_norm does not"),
         ({"l2": "cold"}, "l2: cold is about a GPU's cache"),
         ({"steps": 0}, "steps: must be"),
         ({"warmups": -1}, "warmups: must be"),

@@ -156,6 +156,7 @@ def test_seeds_are_limited_to_those_of_torch():
         ({"recompute": "selectiv"}, "did you mean selective"),
         ({"recompute_every": 2}, "recompute_every: has no effect without recompute"),
         ({"recompute": "block", "recompute_every": 0}, "recompute_every: must be a whole number of at least 1"),
+        ({"loss_sum_dtype": "own"}, "loss_sum_dtype: only the fused loss sums by chunks; take ops fused"),
         ({"narrow_blocks": 1}, "narrow_blocks: only recompute selective has narrow blocks"),
         ({"narrow_blocks": 1, "recompute": "narrow"}, "take that, or leave narrow_blocks out"),
         ({"narrow_blocks": 1, "recompute": "selective", "recompute_every": 2}, "recompute_every leaves out blocks"),

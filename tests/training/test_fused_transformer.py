@@ -70,6 +70,12 @@ def loss_and_gradients(model: nn.Module, device: str, autocast: torch.dtype | No
     return {"loss": loss.detach(), **by_plain_names(gradients)}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("options", "sum_dtype"), [({}, torch.float32), ({"loss_sum_dtype": "own"}, None)])
+def test_the_loss_sums_in_the_dtype_that_the_run_asks_for(options: dict[str, str], sum_dtype: torch.dtype | None):
+    run = RunConfig(model=CONFIG, context=16, ops="fused", **options)  # type: ignore[arg-type]
+    assert build_step(run).module.head.options["sum_dtype"] == sum_dtype  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_seed_gives_the_same_weights(device: str):
     plain, fused = (dict(built(cls, device).named_parameters()) for cls in (Transformer, FusedTransformer))

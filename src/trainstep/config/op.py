@@ -82,6 +82,12 @@ class OpConfig:
     head_dim: int | None = _sized("width of a head of rotary")
     vocabulary: int | None = _sized("vocabulary of linear_cross_entropy")
     parameters: int | None = _sized("elements of the parameter that adamw updates")
+    sum_dtype: str = described(
+        "dtype in which trainstep's linear_cross_entropy sums the weight's gradient over chunks of tokens: fp32, or own, that of "
+        "the inputs, which takes less time and memory, but rounds after each chunk; other implementations have their own way",
+        "fp32",
+        ("fp32", "own"),
+    )
     l2: str = described(
         "the GPU's cache before each pass: hot, as the last pass left it, or cold, filled with other data",
         "hot",
@@ -111,6 +117,10 @@ class OpConfig:
             raise ValueError(f"head_dim: rotary turns pairs of channels, so it must be even, not {self.head_dim}")
         if self.op in UPDATES and self.direction != "both":
             raise ValueError(f"direction: {self.op} is an update without a backward pass; leave it at both")
+        if self.sum_dtype != "fp32" and self.op != "linear_cross_entropy":
+            raise ValueError(
+                f"sum_dtype: only linear_cross_entropy sums over chunks, {self.op} does not; leave it at fp32"
+            )
         if self.device == "cpu" and self.l2 == "cold":
             raise ValueError("l2: cold is about a GPU's cache; on a CPU leave it at hot")
 
@@ -132,4 +142,7 @@ class OpConfig:
 
 def fields_without_effect(op: str) -> frozenset[str]:
     """The fields that this op does not have: other ops' sizes, and an update's direction."""
-    return frozenset(_ALL_SIZES) - set(SIZES.get(op, _ALL_SIZES)) | ({"direction"} if op in UPDATES else set())
+    others = {"direction"} if op in UPDATES else set()
+    if op != "linear_cross_entropy":
+        others.add("sum_dtype")
+    return frozenset(_ALL_SIZES) - set(SIZES.get(op, _ALL_SIZES)) | others

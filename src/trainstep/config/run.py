@@ -69,6 +69,12 @@ class RunConfig:
     ops: str = described(
         "the built-in model's norms, rotation, SwiGLU and loss: plain PyTorch, or fused kernels", "plain", OPS
     )
+    loss_sum_dtype: str = described(
+        "with fused ops: the dtype in which the gradient of the head's weight is summed over chunks of tokens: fp32, or own, that "
+        "of the matmuls, which takes less time and memory, but rounds after each chunk",
+        "fp32",
+        ("fp32", "own"),
+    )
     compile: str = described("what torch.compile wraps", "none", COMPILES)
     recompute: str = described(
         "what backward computes again instead of keeping it; block: a whole block; selective: all but the results of its matmuls "
@@ -130,6 +136,8 @@ class RunConfig:
         self._check_capture()
         if self.data != "random" and isinstance(self.model, ModelConfig) and self.model.vocab_size < 256:
             raise ValueError(f"vocab_size: text is read as bytes and needs at least 256, not {self.model.vocab_size}")
+        if self.loss_sum_dtype != "fp32" and self.ops != "fused":
+            raise ValueError("loss_sum_dtype: only the fused loss sums by chunks; take ops fused, or leave it at fp32")
         if self.ops != "plain" and isinstance(self.model, UserModel):
             raise ValueError(
                 "ops: a model of your own brings its own ops; leave ops at plain, and use trainstep.ops in it"

@@ -262,8 +262,8 @@ def _fused_head(run: RunConfig, widths: Widths) -> Op:
         kept=(_logits("dx", e, "N d", source), _logits("dW", e, "V d", source)),
         forward=(
             _logits("chunk of logits", e, f"{min(chunk, tokens)} V"),
-            # A single chunk's matmul sums all of dW.
-            *([_logits("dW in fp32", 4, "V d")] if tokens > chunk else []),
+            # A single chunk's matmul sums all of dW, and a sum in its own dtype is the kept tensor.
+            *([_logits("dW in fp32", 4, "V d")] if tokens > chunk and e < 4 and run.loss_sum_dtype == "fp32" else []),
             *([tensor("weight in the matmul's dtype", 2, "V d", category=COPY)] if widths.autocast else []),
         ),
         weights=("V d",),

@@ -142,7 +142,9 @@ def _model(run: RunConfig, device: torch.device) -> tuple[nn.Module, NextBatch]:
             span_children(module)
         return module.to(device), next_batch
     attention = attention_named(run.attention, run.context, device)
-    model_cls = FusedTransformer if run.ops == "fused" else Transformer
+    model_cls: Callable[..., nn.Module] = Transformer
+    if run.ops == "fused":
+        model_cls = partial(FusedTransformer, loss_sum_dtype=torch.float32 if run.loss_sum_dtype == "fp32" else None)
     with device:
         transformer = model_cls(run.model, attention=attention, context=run.context)
     return transformer, _batches(run, run.model.vocab_size, device)

@@ -51,17 +51,27 @@ class FusedBlock(nn.Module):
 
 
 class FusedTransformer(nn.Module):
-    """Transformer of transformer.py with fused ops; loads its state_dict. `forward(tokens, targets)` returns the mean loss."""
+    """Transformer of transformer.py with fused ops; loads its state_dict. `forward(tokens, targets)` returns the mean loss.
+
+    `loss_sum_dtype`: that of linear_cross_entropy.
+    """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, *, attention: Attention, context: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        attention: Attention,
+        context: int,
+        loss_sum_dtype: torch.dtype | None = torch.float32,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(FusedBlock(config, attention) for _ in range(config.layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.head = LinearCrossEntropy(config.d_model, config.vocab_size)
+        self.head = LinearCrossEntropy(config.d_model, config.vocab_size, sum_dtype=loss_sum_dtype)
         register_rotary_tables(self, config, context)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

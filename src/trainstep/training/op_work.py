@@ -66,8 +66,8 @@ def has_own_kernel(name: str) -> bool:
 def inner_bytes(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
     """Bytes of each tensor that a call makes and frees inside itself, for operators of which that is known; else empty.
 
-    Backward of attention adds up dq in fp32. The fused head has the logits of a chunk of tokens and, if there are several chunks,
-    the sum of dW in its own dtype.
+    Backward of attention adds up dq in fp32. The fused head has the logits of a chunk of tokens and, if there are several chunks
+    whose dW is summed in another dtype than the weight's, that sum.
     """
     name = func._schema.name.partition("::")[2]
     if name.endswith(_BACKWARD) and name.removesuffix(_BACKWARD) in _ATTENTION:
@@ -77,7 +77,8 @@ def inner_bytes(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
         hidden, weight = given["hidden"], given["weight"]
         tokens = hidden.shape[:-1].numel()
         logits = min(tokens, given["chunk"]) * weight.shape[0] * hidden.element_size()
-        return (logits, given["sum_dtype"].itemsize * weight.numel()) if tokens > given["chunk"] else (logits,)
+        has_sum = tokens > given["chunk"] and given["sum_dtype"] != weight.dtype
+        return (logits, given["sum_dtype"].itemsize * weight.numel()) if has_sum else (logits,)
     return ()
 
 

@@ -9,6 +9,7 @@ from trainstep.config.op import OPS, OpConfig
 from trainstep.config.parsing import to_plain
 from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.workload import Findings, load_workload
+from trainstep.measure.op import implementations
 from trainstep.measure.op import workload as op_workload
 from trainstep.measure.op.workload import WORKLOAD
 
@@ -46,6 +47,21 @@ def values_of(findings: Findings) -> dict[str, Any]:
 def test_the_workload_op_is_found_by_name():
     assert load_workload("op") is WORKLOAD
     assert WORKLOAD.shares_worker
+
+
+@pytest.mark.parametrize(("sum_dtype", "taken"), [("fp32", torch.float32), ("own", None)])
+def test_the_loss_sums_in_the_dtype_that_was_asked_for(
+    sum_dtype: str, taken: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[torch.dtype | None] = []
+
+    def loss(x: torch.Tensor, *_: torch.Tensor, sum_dtype: torch.dtype | None) -> torch.Tensor:
+        seen.append(sum_dtype)
+        return x.sum()
+
+    monkeypatch.setattr(implementations, "linear_cross_entropy", loss)
+    implementations.function_of(OpConfig(op="linear_cross_entropy", sum_dtype=sum_dtype))(*torch.ones(3, 1).unbind())
+    assert seen == [taken]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -36,6 +36,8 @@ def function_of(config: OpConfig) -> Function:
         return REFERENCES[config.op]
     if config.op == "adamw":
         return _Update(AdamW if name == "trainstep" else partial(torch.optim.AdamW, fused=True))
+    if config.op == "linear_cross_entropy":
+        return partial(_loss, sum_dtype=torch.float32 if config.sum_dtype == "fp32" else None)
     return (_OURS if name == "trainstep" else _TORCH)[config.op]
 
 
@@ -82,6 +84,10 @@ def _loss_reference(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor,
     return (reference.linear_cross_entropy(x, weight, targets),)
 
 
+def _loss(x: Tensor, weight: Tensor, targets: Tensor, *, sum_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    return (linear_cross_entropy(x, weight, targets, sum_dtype=sum_dtype),)
+
+
 def _adamw_reference(
     parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
 ) -> tuple[Tensor, ...]:
@@ -106,7 +112,6 @@ _OURS: Mapping[str, Function] = {
     "add_rms_norm": lambda x, residual, weight: rms_norm(x, weight, EPS, residual=residual),
     "rotary": lambda q, k, cos, sin: rotary(q, k, cos, sin, interleaved=False),
     "swiglu": lambda x: (swiglu(x),),
-    "linear_cross_entropy": lambda x, weight, targets: (linear_cross_entropy(x, weight, targets),),
 }
 _TORCH: Mapping[str, Function] = {
     "rms_norm": lambda x, weight: (nn.functional.rms_norm(x, x.shape[-1:], weight, EPS),),

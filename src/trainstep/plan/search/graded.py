@@ -32,6 +32,7 @@ LEAST_CELLS = 12
 _RUN = (
     "attention",
     "ops",
+    "loss_sum_dtype",
     "compile",
     "recompute",
     "recompute_every",
