@@ -245,7 +245,7 @@ def test_of_a_script_the_lines_and_a_patch_are_shown(capsys: pytest.CaptureFixtu
     command = ["explain", "run.jsonl", "--prove"]
     out = shown(capsys, command=command, code=3)
     assert out.startswith("train.py: nothing was measured: the record is of a watch in code")
-    assert "DataLoader(..., num_workers=8, persistent_workers=True, prefetch_factor=4)" in out
+    assert "DataLoader(..., num_workers=N, persistent_workers=True, prefetch_factor=4)" in out
     assert (
         "+loader = DataLoader(dataset, batch_size=4, num_workers=8, persistent_workers=True, prefetch_factor=4)" in out
     )

@@ -36,7 +36,7 @@ CAUSES: Mapping[str, Cause] = {
     "data": Cause(
         "waiting for data",
         "more workers (num_workers), a cheaper transform, or batches made ahead of time",
-        ("DataLoader(..., num_workers=8, persistent_workers=True, prefetch_factor=4)",),
+        ("DataLoader(..., num_workers=N, persistent_workers=True, prefetch_factor=4)",),
     ),
     "host_copies": Cause(
         "copies from the host",
