@@ -14,7 +14,6 @@ from trainstep.records.record import Record
 from trainstep.records.store import Store
 from trainstep.report.explain.budgets import (
     Explained,
-    evidence_words,
     explain_answers,
     explain_rows,
     explain_sections,
@@ -23,6 +22,7 @@ from trainstep.report.explain.budgets import (
     suggestion_of,
     verdict_of,
 )
+from trainstep.report.kit.finding_words import evidence_words
 from trainstep.report.kit.rows import read_rows, rows_of
 
 CPU = ROOT / "results/cpu/same_against_same.jsonl"
