@@ -134,6 +134,13 @@ def test_a_calibration_has_no_effect_on_a_script(h200: Calibration):
     assert "has no effect" in reason
 
 
+def test_a_scripts_change_is_what_run_applies():
+    explained, _ = explain_rows(rows_of([("train.jsonl", a_run())]))
+    (row,) = (row for row in explain_tables(explained)[0].raw if row["kind"] == "finding")
+    assert (row["cause"], row["change"]) == ("data", {"workers": "2"})
+    assert row["change_words"].startswith("more workers (num_workers)")
+
+
 def test_a_calibration_of_the_steps_gpu_is_taken(h200: Calibration):
     explained, refusals = explain_rows(rows_of([("a.jsonl", first_of(PROFILES))]), h200)
     assert len(explained) == 1

@@ -18,6 +18,7 @@ from trainstep.explain.budget import AS_THEY_RUN, Budget, step_budget
 from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.evidence import evidence_of
 from trainstep.explain.floor import check_calibration
+from trainstep.explain.script_changes import ScriptPlace, place_of, script_change
 from trainstep.explain.script_evidence import script_evidence
 from trainstep.explain.trace_evidence import is_of_trace, trace_evidence
 from trainstep.plan.time.calibration import Calibration, calibration_for
@@ -54,6 +55,8 @@ class Explained:
     budget: Budget
     calibration: Calibration | None = None
     """The calibration behind the budget's floor and predictions."""
+    script: ScriptPlace | None = None
+    """Where a run of a script took place; None for other steps."""
 
 
 def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) -> tuple[list[Explained], dict[str, int]]:
@@ -87,7 +90,7 @@ def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) ->
         except ValueError as error:
             refusals[str(error)] = refusals.get(str(error), 0) + 1
             continue
-        done.append(Explained(row=run.row, label=run.name, budget=budget))
+        done.append(Explained(row=run.row, label=run.name, budget=budget, script=place_of(run.last)))
     return done, refusals
 
 
@@ -305,7 +308,7 @@ def _table(one: Explained) -> Table:
         Column("evidence", TEXT, "evidence", optional=True, more=True),
         Column("page", TEXT, "page", optional=True, more=True),
     ]
-    lines = list(_lines(budget))
+    lines = list(_lines(one))
     raw = [{"cell": one.label, **line} for line in lines]
     return Table.of(
         f"Budget of the step: {one.label}", [Line(one.row, line) for line in _once(lines)], columns, note=note, raw=raw
@@ -314,18 +317,19 @@ def _table(one: Explained) -> Table:
 
 def _once(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The lines; if several have the same change, only the first shows its gain."""
-    seen = list[dict[str, Any]]()
+    seen = set[str | None]()
     for line in lines:
-        change = line["change"]
+        change = line["change_words"]  # causes of a script have words of their own, whatever a proof would apply
         if change and not line["is_taken"] and change in seen:
             yield line | {"gain_s": None, "gain_low_s": None, "gain_high_s": None, "change_words": _WITH_ABOVE}
             continue
-        seen.append(change)
+        seen.add(change)
         yield line
 
 
-def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
+def _lines(one: Explained) -> Iterator[dict[str, Any]]:
     """The rows of a budget's table. Every row has all keys; their names give the units."""
+    budget = one.budget
     for part, time_s in budget.floor.items():
         groups = _kernels(budget) if part == AS_THEY_RUN else []
         for group, group_s in groups:
@@ -344,7 +348,7 @@ def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
             gain_s=finding.gain.time_s,
             gain_low_s=finding.gain.low_s,
             gain_high_s=finding.gain.high_s,
-            change=dict(finding.change) or None,
+            change=(script_change(finding.cause, one.script) if one.script else dict(finding.change)) or None,
             is_taken=finding.is_taken,
             change_words=change_words(finding, on_device=budget.on_device).replace("`", ""),
             where=str(finding.place) if finding.place else None,
