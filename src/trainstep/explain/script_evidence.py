@@ -32,6 +32,7 @@ from trainstep.config.script import Part
 from trainstep.explain.evidence import (
     Evidence,
     Place,
+    is_generated,
     rows_of,
     spread_of,
     with_copies_as_casts,
@@ -209,8 +210,8 @@ def _places(waits: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any
     if waits:
         wait = max(waits, key=lambda row: row["time_s"] or 0.0)
         places["synchronisations"] = Place(file=wait["file"], line=wait["line"], source=wait["source"])
-    if again:
-        row = max(again, key=lambda row: (_INSTALLED not in row["file"], row["time_s"]))
+    if written := [row for row in again if not is_generated(row["file"])]:
+        row = max(written, key=lambda row: (_INSTALLED not in row["file"], row["time_s"]))
         places["recompiles"] = Place(file=row["file"], line=row["line"], source=row["reason"])
     return places
 

@@ -101,6 +101,10 @@ def test_calls_of_a_waiting_line_are_per_inspected_step():
     ("run", "words"),
     [
         (a_run(tables={"compilations": COMPILED}), "torch.compile compiled again 1 time, f (project/train.py:3)"),
+        (
+            a_run(tables={"compilations": {**COMPILED, "file": ["<string>"] * 2}}),
+            "torch.compile compiled again 1 time, f among them",
+        ),
         (a_run(collection_ms=4.0), "Python's garbage collector takes 38.0 % of the time"),
         (
             a_run(tables={"classes": CLASSES}, facts={"exposed_s": 0.004, "profiled_step_s": 0.01}),

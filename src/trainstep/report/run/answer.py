@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from trainstep.config.script import Part
 from trainstep.explain.budget import step_budget
+from trainstep.explain.evidence import is_generated
 from trainstep.explain.script_evidence import script_evidence
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.finding_words import change_words, evidence_words, excess_words
@@ -187,11 +188,12 @@ def _compiler(run: Run) -> Iterator[tuple[float, str]]:
     repeated = [line for line in run.lines("compilations") if line["reason"]]
     share = run.share_of(sum(line["time_s"] for line in repeated))
     if share >= _WORTH:
-        line = max(repeated, key=lambda line: (not is_installed(line), line["time_s"]))
+        line = max(repeated, key=lambda line: (not is_generated(line["file"]), not is_installed(line), line["time_s"]))
+        place = "" if is_generated(line["file"]) else f" ({place_words(line)})"
         yield (
             share,
-            f"torch.compile compiled again {len(repeated)} time{'s' if len(repeated) != 1 else ''}, {line['function']} "
-            f"({place_words(line)}) among them: {line['reason']}.",
+            f"torch.compile compiled again {len(repeated)} time{'s' if len(repeated) != 1 else ''}, {line['function']}{place} "
+            f"among them: {line['reason']}.",
         )
 
 
