@@ -59,7 +59,7 @@ _NO_STEPS = Samples(unit="s", values=())
 
 
 def script_evidence(records: Sequence[Record]) -> Evidence:
-    """The evidence of one rank's run; `records` are in the order of its steps. ValueError for a run without a timed step.
+    """The evidence of one rank's run; `records` are in the order of its steps. ValueError for a run without a step of some time.
 
     Times are means: a batch or a compilation that is late once in many steps raises the mean, but not the median. On a CPU the
     work is the step's time less waits for data, compilations, garbage collection, other processes and exposed messages.
@@ -79,6 +79,8 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     waits = list(rows_of(last.tables.get("waits")))
     again = [row for record in records for row in rows_of(record.tables.get("compilations")) if row["reason"]]
     measured_s = _step_s(records)
+    if not measured_s:
+        raise ValueError("run: its steps take no time, so that there is nothing to explain")
     recompile_s = min(sum(row["time_s"] for row in again) / len(times), measured_s)
     data_s = statistics.fmean(samples.get(Part.DATA, [0.0]))
     collector_s = statistics.fmean(samples.get("garbage_collection", [0.0]))

@@ -140,6 +140,10 @@ def test_what_explain_finds_is_suggested_where_it_takes_most(excess_s: float, is
     assert suggestion == attention if is_first else suggestion.startswith("Look at the data loader first: ")
 
 
+def test_steps_of_no_time_are_reported():
+    assert answer_of(a_run(parts_ms=dict.fromkeys(Part, 0.0))).suggestion.startswith("No excess that is known")
+
+
 def test_nothing_is_suggested_from_a_few_steps():
     assert answer_of(a_run(steps=5)).suggestion == ""
 

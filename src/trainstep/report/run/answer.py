@@ -76,7 +76,7 @@ def verdict_of(run: Run, name: str = "") -> str:
 def _mean_words(run: Run) -> str:
     """`; 15.3 ms on average, to which the shares refer`, if mean and median differ enough for their shares to differ."""
     mean_s = _mean_s(run)
-    apart = run.step_s is not None and not 1 / _FAR < mean_s / run.step_s < _FAR
+    apart = run.step_s and not 1 / _FAR < mean_s / run.step_s < _FAR
     return f"; {ms_words(mean_s)} on average, to which the shares refer" if apart else ""
 
 
