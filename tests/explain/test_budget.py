@@ -223,6 +223,20 @@ def test_fp32_is_the_first_cause_of_large_fp32_steps(h200: Calibration):
         assert first_cause("profile.jsonl", h200, model=model) == {"precision"}
 
 
+def test_a_cause_whose_change_gains_nothing_says_why(h200: Calibration):
+    """In 16 bits the small model's kernels are short, and the host launches more of them: by plan the step is no shorter."""
+    firsts = {
+        record.config["model"]["name"]: step_budget(evidence_of(record), h200).findings[0]
+        for record in recorded("profile_again.jsonl")
+    }
+    assert {first.cause for first in firsts.values()} == {"precision"}
+    assert firsts["small"].gain.time_s == 0 < firsts["large"].gain.time_s
+    assert firsts["small"].evidence == (
+        "matmuls are computed in fp32; with the change the device would wait for the host, so that by plan the step is no shorter"
+    )
+    assert firsts["large"].evidence == "matmuls are computed in fp32"
+
+
 def test_the_host_is_the_first_cause_of_small_eager_steps(h200: Calibration):
     assert first_cause("profile.jsonl", h200, model="small", context=128) == {"host_launches"}
     assert first_cause("captured.jsonl", h200, model="small", capture="none") == {"host_launches"}

@@ -1,10 +1,12 @@
 """Which changes a proof tries of a script, in which order, and which it refuses."""
 
+from dataclasses import replace
+
 from run_records import a_run
 from trainstep.config.script import CHANGES, Part
 from trainstep.explain.budget import step_budget
 from trainstep.explain.proof import Candidate
-from trainstep.explain.script_changes import ScriptPlace, script_candidates
+from trainstep.explain.script_changes import ScriptPlace, script_candidates, script_change
 from trainstep.explain.script_evidence import script_evidence
 
 
@@ -75,3 +77,14 @@ def test_every_change_is_one_that_run_applies():
     for candidate in candidates(data_ms=30.0, ranks=2).values():
         for name, value in candidate.fields.items():
             assert value in CHANGES[name] or (not CHANGES[name] and value.isdecimal())
+
+
+def test_a_causes_change_is_the_first_that_has_an_effect():
+    here = ScriptPlace(on_gpu=False, ranks=1, cores=4, precision="fp32")
+    assert script_change("data", here) == {"workers": "4"}
+    assert script_change("attention_kernel", here) == {"compile": "module"}, "our attention is for GPUs"
+    assert script_change("attention_kernel", replace(here, compiles=True)) == {}
+    assert script_change("attention_kernel", replace(here, on_gpu=True)) == {"attention": "trainstep"}
+    assert script_change("precision", here) == {"precision": "bf16_autocast"}
+    assert script_change("precision", replace(here, precision="bf16_autocast")) == {}
+    assert script_change("another_process", here) == {}

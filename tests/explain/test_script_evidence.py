@@ -31,6 +31,17 @@ def test_a_slow_loader_is_found_and_the_rest_is_work_as_it_runs():
     assert budget.explained_share == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("file", ["<string>", "", "<stdin>"])
+def test_generated_code_is_no_place(file: str):
+    """A dataclass's `__init__` is in `<string>`; what somebody typed is a place."""
+    of_file, longer = {**COMPILED, "file": [file] * 2}, {**COMPILED, "time_s": [2.0, 2.0], "file": [file] * 2}
+    runs = a_run(tables={"compilations": of_file}), a_run(tables={"compilations": longer})
+    own = a_run(tables={"compilations": COMPILED}, first_step=21)
+    places = [script_evidence(records).places.get("recompiles") for records in ([runs[0]], [runs[1], own])]
+    expected = ["<stdin>:3"] * 2 if file == "<stdin>" else ["None", "/x/project/train.py:3"]
+    assert [str(place) for place in places] == expected
+
+
 def test_recompiles_every_few_steps_are_found_with_their_line():
     [run] = [a_run(parts_ms=parts(forward=60.0, backward=4.0), tables={"compilations": COMPILED})]
     finding = step_budget(script_evidence([run]), None).findings[0]

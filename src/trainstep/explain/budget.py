@@ -39,7 +39,7 @@ from trainstep.config.parallel import RanksConfig
 from trainstep.explain.changes import ALL_BLOCKS, change_of
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place, taken_from
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
-from trainstep.explain.gain import expected_share, gain_of, merged_share
+from trainstep.explain.gain import expected_share, gain_of, merged_share, no_gain_words
 from trainstep.explain.room import with_room
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration
@@ -136,19 +136,20 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
         after = None
         if change and not is_taken and parts.config is not None and calibration is not None:
             after = changed(parts.config, dict(change), calibration)
+        gain = gain_of(
+            excess_s,
+            evidence.measured_s,
+            parts.predicted,
+            after,
+            is_taken=is_taken or bool(no_room and not change),
+            expected=parts.share_of(cause),
+        )
         findings.append(
             Finding(
                 cause=cause,
                 excess=excess,
-                gain=gain_of(
-                    excess_s,
-                    evidence.measured_s,
-                    parts.predicted,
-                    after,
-                    is_taken=is_taken or bool(no_room and not change),
-                    expected=parts.share_of(cause),
-                ),
-                evidence=parts.words.get(cause, "") + no_room,
+                gain=gain,
+                evidence=parts.words.get(cause, "") + no_room + no_gain_words(gain, after),
                 times_s=parts.times.get(cause, {}),
                 change=change,
                 is_taken=is_taken,

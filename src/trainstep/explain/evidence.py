@@ -28,6 +28,8 @@ _BUSY_GPU, _BUSY_CPU = 0.05, 0.5
 """Other processes are named if they used more than this share; on a GPU also if the driver names some."""
 _FULL_CLOCK = 0.98
 _PHASES = ("forward", "backward", "optimizer")
+_TYPED = ("<stdin>", "<ipython-input-")
+"""Files of code that a person typed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,11 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+
+def is_generated(file: str) -> bool:
+    """Whether a code's file is none that somebody can open, such as `<string>` of a dataclass's `__init__`."""
+    return not file or (file.startswith("<") and not file.startswith(_TYPED))
 
 
 @dataclass(frozen=True, kw_only=True)

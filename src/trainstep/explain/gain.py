@@ -58,6 +58,15 @@ def gain_of(
     return Interval(time_s=max(0.0, gain.time_s), low_s=max(0.0, gain.low_s), high_s=max(0.0, gain.high_s))
 
 
+def no_gain_words(gain: Interval, after: StepTime | None) -> str:
+    """Why the change, by plan, gains nothing, though the cause takes time; empty for a gain and without a prediction."""
+    if after is None or gain.time_s > 0:
+        return ""
+    if after.host_bound:
+        return "; with the change the device would wait for the host, so that by plan the step is no shorter"
+    return "; with the change the step is no shorter by plan"
+
+
 def predicted_gain(
     measured_s: float, now: StepTime | None, after: StepTime | None, *, work: float = 1.0
 ) -> Interval | None:

@@ -1,6 +1,7 @@
 """The changes that a proof tries on a script: those that `--apply` of `trainstep run` makes, with the causes that they remove.
 
     script_candidates(budget, place, allowed=["tf32"])
+    script_change("data", place)                                # {"workers": "8"}
 
 The options of a script are its changes: {} is the script as it is, {"adamw": "fused"} the script under `--apply adamw=fused`. The
 script's own precision is kept apart from them (`ScriptPlace.precision`).
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from trainstep.config.script import CHANGES
 from trainstep.explain.budget import Budget
 from trainstep.explain.proof import BATCH, BATCH_CAUSE, Candidate, in_order
+from trainstep.records.record import Record
 
 _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
     "data": ({"workers": ""},),
@@ -83,6 +85,27 @@ def script_candidates(
     for batch in ({BATCH: size} for size in batch_sizes if size != place.batch_size):
         by_fields[str(batch)] = Candidate(fields=batch, cause=BATCH_CAUSE, refusal=why)
     return in_order(by_fields.values())
+
+
+def script_change(cause: str, place: ScriptPlace) -> dict[str, str]:
+    """The first change against the cause that has an effect here; empty where only words help."""
+    for change in _CHANGES.get(cause, ()):
+        fields = _filled(change, place)
+        if not _is_idle(cause, fields, place) and not _refusal(fields, place, allowed=PRECISIONS):
+            return fields
+    return {}
+
+
+def place_of(record: Record) -> ScriptPlace:
+    """The place of a run, as far as its record knows it."""
+    return ScriptPlace(
+        on_gpu=record.config["device"] == "cuda",
+        ranks=int(record.config.get("ranks", 1)),
+        cores=record.environment.cores,
+        precision=record.fact("script_precision"),
+        fusable_parts=record.fact("fusable_parts"),
+        compiles=bool(record.fact("compiled_graphs")),
+    )
 
 
 def _filled(change: Mapping[str, str], place: ScriptPlace) -> dict[str, str]:

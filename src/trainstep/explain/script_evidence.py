@@ -32,6 +32,7 @@ from trainstep.config.script import Part
 from trainstep.explain.evidence import (
     Evidence,
     Place,
+    is_generated,
     rows_of,
     spread_of,
     with_copies_as_casts,
@@ -58,7 +59,7 @@ _NO_STEPS = Samples(unit="s", values=())
 
 
 def script_evidence(records: Sequence[Record]) -> Evidence:
-    """The evidence of one rank's run; `records` are in the order of its steps. ValueError for a run without a timed step.
+    """The evidence of one rank's run; `records` are in the order of its steps. ValueError for a run without a step of some time.
 
     Times are means: a batch or a compilation that is late once in many steps raises the mean, but not the median. On a CPU the
     work is the step's time less waits for data, compilations, garbage collection, other processes and exposed messages.
@@ -78,6 +79,8 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     waits = list(rows_of(last.tables.get("waits")))
     again = [row for record in records for row in rows_of(record.tables.get("compilations")) if row["reason"]]
     measured_s = _step_s(records)
+    if not measured_s:
+        raise ValueError("run: its steps take no time, so that there is nothing to explain")
     recompile_s = min(sum(row["time_s"] for row in again) / len(times), measured_s)
     data_s = statistics.fmean(samples.get(Part.DATA, [0.0]))
     collector_s = statistics.fmean(samples.get("garbage_collection", [0.0]))
@@ -209,8 +212,8 @@ def _places(waits: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any
     if waits:
         wait = max(waits, key=lambda row: row["time_s"] or 0.0)
         places["synchronisations"] = Place(file=wait["file"], line=wait["line"], source=wait["source"])
-    if again:
-        row = max(again, key=lambda row: (_INSTALLED not in row["file"], row["time_s"]))
+    if written := [row for row in again if not is_generated(row["file"])]:
+        row = max(written, key=lambda row: (_INSTALLED not in row["file"], row["time_s"]))
         places["recompiles"] = Place(file=row["file"], line=row["line"], source=row["reason"])
     return places
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trainstep.config.run import Phase
+from trainstep.config.script import Part
 from trainstep.traces.attribution import (
     BETWEEN,
     FALLBACK,
@@ -36,6 +37,8 @@ from trainstep.traces.repetition import with_steps
 OP = "op"
 _MESSAGE = re.compile(r"(?:all_reduce|reduce_scatter|all_gather|broadcast)(?: |$)")
 """Spans of parallel/collectives.py."""
+_LOADER = "enumerate(DataLoader)"
+"""Prefix of torch's own ranges around a DataLoader's next batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +179,11 @@ def _windows(trace: Trace, attribution: Attribution) -> dict[int, tuple[int, int
 def is_message(span: Range) -> bool:
     """Whether the span is that of a message."""
     return span.annotation and _MESSAGE.match(span.name) is not None
+
+
+def is_wait_for_data(span: Range) -> bool:
+    """Whether a DataLoader makes or waits for its next batch in this span: torch's own range, or that of `trainstep run`."""
+    return span.annotation and (span.name.startswith(_LOADER) or span.name == Part.DATA)
 
 
 def message_span(attribution: Attribution, thread: Thread, time_ns: int) -> Range | None:

@@ -14,7 +14,6 @@ from trainstep.records.record import Record
 from trainstep.records.store import Store
 from trainstep.report.explain.budgets import (
     Explained,
-    evidence_words,
     explain_answers,
     explain_rows,
     explain_sections,
@@ -23,6 +22,7 @@ from trainstep.report.explain.budgets import (
     suggestion_of,
     verdict_of,
 )
+from trainstep.report.kit.finding_words import evidence_words
 from trainstep.report.kit.rows import read_rows, rows_of
 
 CPU = ROOT / "results/cpu/same_against_same.jsonl"
@@ -132,6 +132,13 @@ def test_a_calibration_has_no_effect_on_a_script(h200: Calibration):
     explained, [reason] = explain_rows(rows, h200)
     assert not explained
     assert "has no effect" in reason
+
+
+def test_a_scripts_change_is_what_run_applies():
+    explained, _ = explain_rows(rows_of([("train.jsonl", a_run())]))
+    (row,) = (row for row in explain_tables(explained)[0].raw if row["kind"] == "finding")
+    assert (row["cause"], row["change"]) == ("data", {"workers": "2"})
+    assert row["change_words"].startswith("more workers (num_workers)")
 
 
 def test_a_calibration_of_the_steps_gpu_is_taken(h200: Calibration):

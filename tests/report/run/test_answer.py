@@ -72,9 +72,7 @@ def test_a_loader_that_was_not_seen_is_not_mentioned():
     parts = {**PARTS_MS, Part.DATA: 0.0}
     answer = answer_of(a_run(parts_ms=parts))
     assert "waits for data" not in answer.verdict
-    assert answer.suggestion.startswith(
-        "Nothing that could be avoided takes 5 % of the time: `trainstep explain r.jsonl` "
-    )
+    assert answer.suggestion.startswith("No excess that is known takes 5 % of the time: `trainstep explain r.jsonl` ")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +101,10 @@ def test_calls_of_a_waiting_line_are_per_inspected_step():
     ("run", "words"),
     [
         (a_run(tables={"compilations": COMPILED}), "torch.compile compiled again 1 time, f (project/train.py:3)"),
+        (
+            a_run(tables={"compilations": {**COMPILED, "file": ["<string>"] * 2}}),
+            "torch.compile compiled again 1 time, f among them",
+        ),
         (a_run(collection_ms=4.0), "Python's garbage collector takes 38.0 % of the time"),
         (
             a_run(tables={"classes": CLASSES}, facts={"exposed_s": 0.004, "profiled_step_s": 0.01}),
@@ -112,6 +114,34 @@ def test_calls_of_a_waiting_line_are_per_inspected_step():
 )
 def test_the_largest_avoidable_time_is_suggested(run: Record, words: str):
     assert answer_of(run).suggestion.startswith(words)
+
+
+@pytest.mark.parametrize(("excess_s", "is_first"), [(0.003, True), (0.001, False), (0.0, False)])
+def test_what_explain_finds_is_suggested_where_it_takes_most(excess_s: float, is_first: bool):
+    """Beside a loader that takes 2 of 10 ms, attention has 1 or 3 ms to save."""
+    patterns = {
+        "pattern": ["written-out attention"],
+        "phase": ["forward"],
+        "time_s": [excess_s],
+        "least_s": [0.0],
+        "least_is_timed": [True],
+        "gap_s": [0.0],
+        "ranges": [0.0],
+        "of_s": [0.003],
+        "of_ranges": [0.0],
+        "what": ["scores are written"],
+    }
+    facts = {"inspected_step": 5, "profiled_step_s": 0.01}
+    suggestion = answer_of(a_run(tables={"classes": CLASSES, "patterns": patterns}, facts=facts)).suggestion
+    attention = (
+        "First of the excesses: attention kernel, 3.000 ms, 30.0 % of the step: scores are written. Take an attention that does "
+        "not write scores to memory; `trainstep explain r.jsonl` has them all."
+    )
+    assert suggestion == attention if is_first else suggestion.startswith("Look at the data loader first: ")
+
+
+def test_steps_of_no_time_are_reported():
+    assert answer_of(a_run(parts_ms=dict.fromkeys(Part, 0.0))).suggestion.startswith("No excess that is known")
 
 
 def test_nothing_is_suggested_from_a_few_steps():

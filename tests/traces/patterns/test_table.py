@@ -267,6 +267,28 @@ def test_a_loop_over_rows_is_found(seen):
     assert table["pattern"] == [SLICES]
 
 
+@pytest.mark.parametrize("around", ["data_wait", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "mine"])
+def test_what_makes_a_batch_is_no_pattern(around):
+    """In a loader it is the wait for data; elsewhere outside of the phases no compiled model does it."""
+    inner = "forward" if around != "mine" else ""  # autograd numbers a loader's ops as it does those of forward
+    events = [span("step 0", 0, 20_000), span(around, 0, 9000), *([span(inner, 1, 8999)] if inner else [])]
+    events += [replace(op("aten::select", 10 + 500 * at, 20 + 500 * at), shapes=((64, 8),)) for at in range(16)]
+    events += [replace(op("aten::stack", 8100, 8200), shapes=(((8,),) * 16,)), span("forward", 10_000, 12_000)]
+    events += [replace(op("aten::mm", 10_100, 11_000), shapes=((16, 8), (8, 8)))]
+    patterns = find_patterns(read_work(trace(*events)))
+    assert patterns.table() == {}
+    assert patterns.of["forward"].time_ns == 2_000_000, "a wait is no time of a phase"
+
+
+def test_only_pythons_time_between_slices_is_theirs():
+    """16 slices of 10 us, 5 us of Python before each, and 3 ms of something else in the middle."""
+    events = [span("step 0", 0, 20_000), span("forward", 0, 9000)]
+    starts = [15 * at + (3000 if at >= 8 else 0) for at in range(16)]
+    events += [replace(op("aten::select", at, at + 10), shapes=((64, 8),)) for at in starts]
+    events += [replace(op("aten::stack", starts[-1] + 15, starts[-1] + 25), shapes=(((8,),) * 16,))]
+    assert find_patterns(read_work(trace(*events))).table()["time_s"] == pytest.approx([(17 * 10 + 15 * 5) * 1e-6])
+
+
 def test_what_a_closure_computes_is_not_the_optimizers(seen):
     x = torch.randn(8, 250, requires_grad=True)
     parameters = [torch.nn.Parameter(torch.randn(64, 32)) for _ in range(10)]

@@ -14,16 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.config.machine import machine_spec
-from trainstep.explain.budget import AS_THEY_RUN, Budget, Finding, step_budget
-from trainstep.explain.causes import CAUSES, advice_of, page_of
+from trainstep.explain.budget import AS_THEY_RUN, Budget, step_budget
+from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.evidence import evidence_of
 from trainstep.explain.floor import check_calibration
+from trainstep.explain.script_changes import ScriptPlace, place_of, script_change
 from trainstep.explain.script_evidence import script_evidence
 from trainstep.explain.trace_evidence import is_of_trace, trace_evidence
 from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.interval import Interval
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.charts import INK, Chart, Panels, Section, bar, lines_of, short_labels
+from trainstep.report.kit.finding_words import change_words, evidence_words, excess_words
 from trainstep.report.kit.forms import MS, PERCENT, TEXT, ms_words, percent
 from trainstep.report.kit.rows import Row
 from trainstep.report.kit.tables import Column, Line, Table
@@ -53,6 +55,8 @@ class Explained:
     budget: Budget
     calibration: Calibration | None = None
     """The calibration behind the budget's floor and predictions."""
+    script: ScriptPlace | None = None
+    """Where a run of a script took place; None for other steps."""
 
 
 def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) -> tuple[list[Explained], dict[str, int]]:
@@ -86,7 +90,7 @@ def explain_rows(rows: Sequence[Row], calibration: Calibration | None = None) ->
         except ValueError as error:
             refusals[str(error)] = refusals.get(str(error), 0) + 1
             continue
-        done.append(Explained(row=run.row, label=run.name, budget=budget))
+        done.append(Explained(row=run.row, label=run.name, budget=budget, script=place_of(run.last)))
     return done, refusals
 
 
@@ -156,16 +160,10 @@ def verdict_of(budget: Budget) -> str:
         AS_THEY_RUN in budget.floor
         and sum(finding.excess.time_s for finding in budget.findings) < _MINOR * budget.measured_s
     ):
-        return f"{takes}; {_as_it_runs(budget)} First of the excesses: {_first_words(first, budget.measured_s, 'step')}{seen}"
+        return f"{takes}; {_as_it_runs(budget)} First of the excesses: {excess_words(first, budget.measured_s, 'step')}{seen}"
     least = "takes" if AS_THEY_RUN in budget.floor else "needs at least"
     needs = f"{takes}, and its work {least} {ms_words(budget.floor_s)}" if budget.floor_s else takes
-    return f"{needs}. First of the excesses: {_first_words(first, above_s, 'rest')}{seen}"
-
-
-def _first_words(first: Finding, whole_s: float, whole: str) -> str:
-    """`host launches, 78.0 ms, 3.0 % of the step`."""
-    share = f", {percent(first.excess.time_s / whole_s)} % of the {whole}" if whole_s else ""
-    return f"{CAUSES[first.cause].title}, {ms_words(first.excess.time_s)}{share}"
+    return f"{needs}. First of the excesses: {excess_words(first, above_s, 'rest')}{seen}"
 
 
 def _as_it_runs(budget: Budget) -> str:
@@ -200,14 +198,6 @@ def _without_findings(budget: Budget) -> str:
     return f". No floor is known {where}, so nothing is explained{phase}{hint}."
 
 
-def evidence_words(finding: Finding) -> str:
-    """The finding's evidence in words, with its times filled in."""
-    words = finding.evidence
-    for name, time_s in finding.times_s.items():
-        words = words.replace(f"{{{name}}}", ms_words(time_s))
-    return words
-
-
 def suggestion_of(budget: Budget) -> str:
     """The change that should gain most, with its gain and page; without such a change, how to see more of the step."""
     best = max(budget.findings, key=lambda finding: finding.gain.time_s, default=None)
@@ -227,14 +217,6 @@ def suggestion_of(budget: Budget) -> str:
         f"{change}, against {CAUSES[best.cause].title}: {less}, the most of all changes (against {CAUSES[first.cause].title} "
         f"{others}); see {page_of(best.cause)}."
     )
-
-
-def change_words(finding: Finding, *, on_device: bool) -> str:
-    """The change as options, or the cause's advice in words."""
-    if not finding.change:
-        return advice_of(finding.cause, on_device=on_device)
-    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in finding.change.items())
-    return f"`{options}` is taken already; no further option is known" if finding.is_taken else f"`{options}`"
 
 
 def span_words(interval: Interval) -> str:
@@ -326,7 +308,7 @@ def _table(one: Explained) -> Table:
         Column("evidence", TEXT, "evidence", optional=True, more=True),
         Column("page", TEXT, "page", optional=True, more=True),
     ]
-    lines = list(_lines(budget))
+    lines = list(_lines(one))
     raw = [{"cell": one.label, **line} for line in lines]
     return Table.of(
         f"Budget of the step: {one.label}", [Line(one.row, line) for line in _once(lines)], columns, note=note, raw=raw
@@ -335,18 +317,19 @@ def _table(one: Explained) -> Table:
 
 def _once(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The lines; if several have the same change, only the first shows its gain."""
-    seen = list[dict[str, Any]]()
+    seen = set[str | None]()
     for line in lines:
-        change = line["change"]
+        change = line["change_words"]  # causes of a script have words of their own, whatever a proof would apply
         if change and not line["is_taken"] and change in seen:
             yield line | {"gain_s": None, "gain_low_s": None, "gain_high_s": None, "change_words": _WITH_ABOVE}
             continue
-        seen.append(change)
+        seen.add(change)
         yield line
 
 
-def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
+def _lines(one: Explained) -> Iterator[dict[str, Any]]:
     """The rows of a budget's table. Every row has all keys; their names give the units."""
+    budget = one.budget
     for part, time_s in budget.floor.items():
         groups = _kernels(budget) if part == AS_THEY_RUN else []
         for group, group_s in groups:
@@ -365,7 +348,7 @@ def _lines(budget: Budget) -> Iterator[dict[str, Any]]:
             gain_s=finding.gain.time_s,
             gain_low_s=finding.gain.low_s,
             gain_high_s=finding.gain.high_s,
-            change=dict(finding.change) or None,
+            change=(script_change(finding.cause, one.script) if one.script else dict(finding.change)) or None,
             is_taken=finding.is_taken,
             change_words=change_words(finding, on_device=budget.on_device).replace("`", ""),
             where=str(finding.place) if finding.place else None,

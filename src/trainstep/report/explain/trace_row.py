@@ -18,11 +18,9 @@ from trainstep.traces.patterns.table import find_patterns, has_shapes
 from trainstep.traces.profile import Profile, profile_of
 from trainstep.traces.tables import Columns
 from trainstep.traces.trace_file import read_trace_file
-from trainstep.traces.work import TraceWork, read_work
+from trainstep.traces.work import TraceWork, is_wait_for_data, read_work
 
 _ENDINGS = (".json", ".json.gz", ".sqlite", ".nsys-rep", ".qdrep")
-_LOADER = "enumerate(DataLoader)"
-"""Prefix of torch's own ranges around a DataLoader's next batch."""
 
 
 def is_trace(path: Path) -> bool:
@@ -67,13 +65,11 @@ def _record(path: Path, seen: _Seen) -> Record:
 
 
 def _data_s(work: TraceWork) -> tuple[float, ...]:
-    """Seconds that each step waits for its batch: torch's own ranges, or those of `trainstep run`."""
+    """Seconds that each step waits for its batch."""
     waits = [
         opened
         for opened in work.attribution.trace.ranges
-        if opened.annotation
-        and opened.thread == work.attribution.main
-        and (opened.name.startswith(_LOADER) or opened.name == Part.DATA)
+        if opened.thread == work.attribution.main and is_wait_for_data(opened)
     ]
 
     def within_s(start_ns: int, end_ns: int) -> float:

@@ -1,10 +1,14 @@
 """The answer for runs of scripts: how long a step takes, what of it waits, and what to look at first."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from trainstep.config.script import Part
+from trainstep.explain.budget import step_budget
+from trainstep.explain.evidence import is_generated
+from trainstep.explain.script_evidence import script_evidence
 from trainstep.report.kit.answer import Answer
+from trainstep.report.kit.finding_words import change_words, evidence_words, excess_words
 from trainstep.report.kit.forms import listed, ms_words, percent
 from trainstep.report.kit.notes import Configs
 from trainstep.report.kit.rows import Row
@@ -72,7 +76,7 @@ def verdict_of(run: Run, name: str = "") -> str:
 def _mean_words(run: Run) -> str:
     """`; 15.3 ms on average, to which the shares refer`, if mean and median differ enough for their shares to differ."""
     mean_s = _mean_s(run)
-    apart = run.step_s is not None and not 1 / _FAR < mean_s / run.step_s < _FAR
+    apart = run.step_s and not 1 / _FAR < mean_s / run.step_s < _FAR
     return f"; {ms_words(mean_s)} on average, to which the shares refer" if apart else ""
 
 
@@ -93,18 +97,41 @@ def ending_words(run: Run) -> str:
 
 
 def suggestion_of(run: Run) -> str:
-    """What to look at first; if nothing avoidable takes 5 %, how to see more; empty if the run was too short."""
+    """What to look at first; if no known excess takes 5 %, how to see more; empty if the run was too short.
+
+    What the run says by itself names lines and functions; any other excess is one that `explain` finds in the same records.
+    """
     if len(run.samples.get("step", ())) < _ENOUGH:
         return ""
-    suggestions = [
-        (share, words) for look in (_data, _waits, _collector, _compiler, _messages) for share, words in look(run)
-    ]
+    suggestions = {cause: said for cause, look in _LOOKS.items() for said in look(run)}
+    suggestions = dict(_excesses(run)) | suggestions
     if suggestions:
-        return max(suggestions)[1]
+        return max(suggestions.values())[1]
     return (
-        f"Nothing that could be avoided takes {100 * _WORTH:.0f} % of the time: `trainstep explain {shlex.quote(run.row.file)}` "
-        "divides the step into what its work needs and what a change would save."
+        f"No excess that is known takes {100 * _WORTH:.0f} % of the time: {_command(run)} divides the step into what its work "
+        "needs and what a change would save."
     )
+
+
+def _command(run: Run) -> str:
+    return f"`trainstep explain {shlex.quote(run.row.file)}`"
+
+
+def _excesses(run: Run) -> Iterator[tuple[str, tuple[float, str]]]:
+    """Each cause that `explain` finds, with its share and the words for it."""
+    try:
+        budget = step_budget(script_evidence([row.record for row in run.rows]), None)
+    except ValueError:
+        return
+    for finding in budget.findings:
+        share = finding.excess.time_s / budget.measured_s
+        if share >= _WORTH:
+            change = change_words(finding, on_device=budget.on_device)
+            words = (
+                f"First of the excesses: {excess_words(finding, budget.measured_s, 'step')}: {evidence_words(finding)}. "
+                f"{change[:1].upper()}{change[1:]}; {_command(run)} has them all."
+            )
+            yield finding.cause, (share, words)
 
 
 def _data(run: Run) -> Iterator[tuple[float, str]]:
@@ -161,11 +188,12 @@ def _compiler(run: Run) -> Iterator[tuple[float, str]]:
     repeated = [line for line in run.lines("compilations") if line["reason"]]
     share = run.share_of(sum(line["time_s"] for line in repeated))
     if share >= _WORTH:
-        line = max(repeated, key=lambda line: (not is_installed(line), line["time_s"]))
+        line = max(repeated, key=lambda line: (not is_generated(line["file"]), not is_installed(line), line["time_s"]))
+        place = "" if is_generated(line["file"]) else f" ({place_words(line)})"
         yield (
             share,
-            f"torch.compile compiled again {len(repeated)} time{'s' if len(repeated) != 1 else ''}, {line['function']} "
-            f"({place_words(line)}) among them: {line['reason']}.",
+            f"torch.compile compiled again {len(repeated)} time{'s' if len(repeated) != 1 else ''}, {line['function']}{place} "
+            f"among them: {line['reason']}.",
         )
 
 
@@ -175,3 +203,13 @@ def _messages(run: Run) -> Iterator[tuple[float, str]]:
             run.exposed_share,
             "Messages are not hidden: `trainstep parallel` compares strategies, and larger or fewer buckets may hide more.",
         )
+
+
+_LOOKS: Mapping[str, Callable[[Run], Iterator[tuple[float, str]]]] = {
+    "data": _data,
+    "synchronisations": _waits,
+    "garbage_collector": _collector,
+    "recompiles": _compiler,
+    "exposed_messages": _messages,
+}
+"""Cause -> what the run says of it by itself."""

@@ -9,14 +9,16 @@ A CPU also takes time to compute each element: gelu took 1.0 ns by erf and 2.4 n
 tell the two apart, so 1.7 ns are assumed.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
 
+from trainstep.traces.attribution import OUTSIDE
 from trainstep.traces.kineto import Range
 from trainstep.traces.nesting import Nesting
 from trainstep.traces.patterns.pattern import SLICES, Pattern
-from trainstep.traces.patterns.step_ops import ELEMENT_BYTES, NOTHING, UPDATE, Cost, StepOps, tensors
+from trainstep.traces.patterns.step_ops import ELEMENT_BYTES, NOTHING, PYTHON_NS, UPDATE, Cost, StepOps, tensors
 
 _FUNCTION_NS = 1.7
 _SPLITS = re.compile(r"::(split\w*|tensor_split|chunk|unbind|unsafe_\w+)$")
@@ -46,8 +48,7 @@ def in_slices(ops: StepOps) -> Iterator[Pattern]:
                 phase = ops.phases[id(opened)]
                 costs[phase] = costs.get(phase, NOTHING) + ops.whole[id(opened)]
             if not ops.on_device:
-                between_ns = run[-1].end_ns - run[0].start_ns - sum(opened.duration_ns for opened in run)
-                costs[ops.phases[id(run[0])]] += Cost(time_ns=max(0, between_ns))
+                costs[ops.phases[id(run[0])]] += Cost(time_ns=_python_ns(run))
             passes = 2 if own else 1
             computing = [opened for opened in run if not _MOVES.search(opened.name)] or run
             elements += passes * sum(max(map(math.prod, tensors(opened)), default=0) for opened in computing)
@@ -65,9 +66,17 @@ def in_slices(ops: StepOps) -> Iterator[Pattern]:
     )
 
 
+def _python_ns(run: Sequence[Range]) -> int:
+    """Python's time between the ops of a run."""
+    between_ns = [after.start_ns - before.end_ns for before, after in itertools.pairwise(run)]
+    return sum(gap_ns for gap_ns in between_ns if 0 < gap_ns <= PYTHON_NS)
+
+
 def _outer(ops: StepOps, nesting: Nesting) -> list[Range]:
-    """The ops of a thread that no other op calls, inside a step and outside an optimizer."""
-    in_steps = {id(opened) for opened in ops.all}
+    """The ops of a phase of a step that no other op calls, of one thread and outside an optimizer.
+
+    Ops of no phase make a batch ready, which no compiled model does for them.
+    """
     updates = [opened for opened in nesting.ranges if opened.annotation and opened.name.startswith(UPDATE)]
 
     def is_outer(index: int) -> bool:
@@ -75,7 +84,7 @@ def _outer(ops: StepOps, nesting: Nesting) -> list[Range]:
         return (
             not opened.annotation
             and not opened.backward
-            and id(opened) in in_steps
+            and ops.phases.get(id(opened), OUTSIDE) != OUTSIDE
             and (parent < 0 or nesting.ranges[parent].annotation)
             and not any(ops.is_of_update(opened, update) for update in updates)
         )

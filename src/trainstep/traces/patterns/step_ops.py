@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from trainstep.config.run import Phase
 from trainstep.traces.kineto import Range
-from trainstep.traces.work import TraceWork
+from trainstep.traces.nesting import Cover, Nesting
+from trainstep.traces.work import TraceWork, is_wait_for_data
 
 UPDATE = "Optimizer.step#"
 """Prefix of torch's own range of an optimizer's step."""
@@ -27,7 +28,8 @@ _SIMPLE = re.compile(r"::(add|add_|mul|mul_|copy_|sub|div)$")
 _SIMPLE_FOREACH = re.compile(r"::_foreach_(add_|mul_|lerp_|div_)$")
 _AUTOGRAD = re.compile(r"^autograd::engine|^\w+Backward\d*$")
 """Names of the ranges that autograd's engine opens around the ops of a backward."""
-_PYTHON_NS = 50_000
+PYTHON_NS = 50_000
+"""A longer time before an op is not Python's: a sleep, a file, another op's backward."""
 _LARGE = 2**15
 _RATE_BYTES_PER_S = 2e10
 """Memory's rate where the step has no large op that shows it."""
@@ -57,7 +59,8 @@ NOTHING = Cost()
 class StepOps:
     """The ops of a trace's steps.
 
-    `all`: the ops by thread, in order of start. `own`: id -> cost without the ops that it calls; `whole`: the cost with them.
+    `all`: the ops by thread, in order of start, without those with which a loader makes a batch: that time is a wait.
+    `own`: id -> cost without the ops that it calls; `whole`: the cost with them.
     `phases`: id -> phase. `of`: phase -> cost of all of its ops.
     """
 
@@ -82,7 +85,7 @@ class StepOps:
         self.all = [
             opened
             for nesting in self.nestings
-            for opened in nesting.ranges
+            for opened in _outside_of_waits(nesting)
             if any(start <= opened.start_ns < end for start, end in windows)
         ]
         self.phases = {
@@ -109,7 +112,7 @@ class StepOps:
     def around(self, ops: Iterable[Range]) -> dict[str, Cost]:
         """Phase -> what a CPU spends to reach these ops: autograd's own ranges around them, and Python's time before each.
 
-        None on a device. A longer time than `_PYTHON_NS` before an op is not Python's.
+        None on a device. A longer time than `PYTHON_NS` before an op is not Python's.
         """
         wanted = {id(opened) for opened in ops}
         costs: dict[str, Cost] = {}
@@ -129,7 +132,7 @@ class StepOps:
                     frame, above = nesting.ranges[index], nesting.parents[index]
                     if _AUTOGRAD.search(frame.name) and id(frame) not in wanted:
                         costs[phase] = costs.get(phase, NOTHING) + self.own[id(frame)]
-                    if (above < 0 or nesting.ranges[above].annotation) and before_ns[index] <= _PYTHON_NS:
+                    if (above < 0 or nesting.ranges[above].annotation) and before_ns[index] <= PYTHON_NS:
                         costs[phase] = costs.get(phase, NOTHING) + Cost(time_ns=before_ns[index])
                     index = above
         return costs
@@ -165,6 +168,12 @@ class StepOps:
                 written = sum(map(math.prod, first_list(opened)))
                 rates += [ELEMENT_BYTES * (sum(sizes) + written) / time_ns] if written >= _LARGE else []
         return statistics.median(rates) if rates else _RATE_BYTES_PER_S / 1e9
+
+
+def _outside_of_waits(nesting: Nesting) -> list[Range]:
+    """The ranges of a thread that begin while it waits for no data."""
+    waits = Cover((opened.start_ns, opened.end_ns) for opened in nesting.ranges if is_wait_for_data(opened))
+    return [opened for opened in nesting.ranges if not waits.within_ns(opened.start_ns, opened.start_ns + 1)]
 
 
 def tensors(opened: Range) -> list[Shape]:
