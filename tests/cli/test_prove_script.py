@@ -82,12 +82,12 @@ def test_a_slow_loader_is_undone_from_outside_and_a_killed_proof_goes_on(tmp_pat
     assert len(processes) == len(set(processes)) > before, "nothing finished ran again"
     answer = json.loads(out)
     rows = {row["name"]: row for row in answer["rows"] if row["kind"] == "change"}
-    assert next(iter(rows)).startswith("workers ")
+    assert next(iter(rows)).startswith("workers=")
     workers = next(iter(rows.values()))
     assert workers["verdict"] == "faster", workers["reason"]
     assert workers["losses_apart"] == 0, "the same data, by other processes"
-    assert rows["adamw fused"]["verdict"] == "not applied", "it is fused already"
-    assert rows["precision bf16_autocast"]["verdict"] == "not run"
+    assert rows["adamw=fused"]["verdict"] == "not applied", "it is fused already"
+    assert rows["precision=bf16_autocast"]["verdict"] == "not run"
     assert "trainstep run --apply workers=" in out
     calls = count(records)
     assert finish(start(*PROVE, folder=tmp_path), 110)[1] == out

@@ -20,6 +20,7 @@ from typing import Any
 from trainstep.config.parallel import STRATEGY_FIELDS, RanksConfig
 from trainstep.config.parsing import CONFIGS, given_values
 from trainstep.config.run import RunConfig
+from trainstep.config.script import text_of_changes
 from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
 from trainstep.explain.floor import changed
@@ -39,7 +40,6 @@ from trainstep.plan.trials import (
     Trial,
     TrialFunction,
     Trials,
-    name_of,
 )
 
 _UNGRAPHED = "a CPU has no CUDA graphs: a captured step is replayed there operator by operator, and nothing is gained"
@@ -280,7 +280,7 @@ class _Prover(Trials):
             if proof.together.step.comparison is not None or len(joined) == 1:
                 return
             kept = (len(joined) + 1) // 2
-            why = f"{name_of(fields)}, together: {proof.together.step.word}: {proof.together.step.reason}"
+            why = f"{text_of_changes(fields)}, together: {proof.together.step.word}: {proof.together.step.reason}"
             failed += [(tried.candidate.name, why) for tried in joined[kept:]]
             whole = [tried for tried in whole if tried not in joined[kept:]]
 
@@ -292,7 +292,7 @@ class _Prover(Trials):
             return list(whole), []
         work = size / self.proof.start[BATCH]
         little = [tried for tried in whole if _saves_once(tried) and (1 - ratio_of(tried.step)) / work < _LEAST_LEFT]
-        why = f"it saves the same time in a step of any batch, less than {100 * _LEAST_LEFT:g} % with {BATCH} {size}"
+        why = f"it saves the same time in a step of any batch, less than {100 * _LEAST_LEFT:g} % with {BATCH}={size}"
         return [tried for tried in whole if tried not in little], [(tried.candidate.name, why) for tried in little]
 
     def _joined(self) -> tuple[list[Tried], list[tuple[str, str]]]:
@@ -310,9 +310,11 @@ class _Prover(Trials):
             if rivals:
                 is_sure = whose[rivals[0]].step.kept and tried.step.kept
                 verb = "is" if is_sure else "seems"
-                left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} {verb} faster"))
+                left_out.append(
+                    (tried.candidate.name, f"{text_of_changes({rivals[0]: fields[rivals[0]]})} {verb} faster")
+                )
             elif why := self.refusal({**start, **fields, **more}):
-                left_out.append((tried.candidate.name, f"together with {name_of(fields)} it is refused: {why}"))
+                left_out.append((tried.candidate.name, f"together with {text_of_changes(fields)} it is refused: {why}"))
             else:
                 joined.append(tried)
                 fields |= more

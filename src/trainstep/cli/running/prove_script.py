@@ -74,7 +74,7 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
         for line in _before_words(one, command, f"{steps} steps{' or more' if lab.may_share else ''}", str(store.path)):
             tell(line, how)
         proof, _ = _measured(one, lab, request, how)
-        proof.untried += _unfinished(proof, lab)
+        proof.unfinished = _unfinished(proof, lab)
     return _show(one, proof, lab, how)
 
 
@@ -174,7 +174,7 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
             file=stream,
             flush=True,
         )
-    if proof.untried:
+    if proof.untried or proof.unfinished:
         return UNFINISHED
     return FAULTED if proof.trouble else 0
 
