@@ -10,6 +10,7 @@ from trainstep.config.parsing import build_config, build_run, to_plain
 from trainstep.explain.budget import Budget, Finding
 from trainstep.explain.proof import TOGETHER, Candidate, Proof, Tried
 from trainstep.explain.prove import candidates, predictor, prove, start_of
+from trainstep.plan import prediction
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import shipped
 from trainstep.plan.time.interval import Interval
@@ -453,6 +454,25 @@ def test_what_explain_advises_is_held_to_what_it_printed_and_the_rest_to_plan():
     found = {one.name: one.gain for one in candidates(a_budget(advised), a_config(), lambda fields: plans)}
     assert found["compile=block"] == advised.gain
     assert found["ops=fused"] == plans
+
+
+def test_less_recomputation_is_tried_as_far_as_plan_says_that_the_step_fits():
+    config = a_config(context=1024, recompute="block")
+    needed = {
+        mode: prediction.predict(a_config(context=1024, recompute=mode)).needed_bytes for mode in ("none", "selective")
+    }
+    advised = replace(finding("recomputation", 0.2), change={"recompute": "selective"})
+
+    def found(memory: int | None) -> dict[str, Candidate]:
+        every = candidates(a_budget(advised), config, lambda fields: None, gpu_memory_bytes=memory)
+        return {one.name: one for one in every if "recompute" in one.fields}
+
+    assert [*found(None)] == [*found(needed["none"] + 2**30)] == ["recompute=none"]
+    [(name, less)] = found(needed["selective"]).items()
+    assert (name, less.gain, less.refusal) == ("recompute=selective", advised.gain, "")
+    [(name, none)] = found(2**30).items()
+    assert (name, none.gain) == ("recompute=none", None)
+    assert none.refusal == f"without it the step would need {needed['none'] / 2**30:,.0f} GiB of the GPU's 1"
 
 
 def test_on_a_cpu_capture_is_impossible_and_a_finding_predicts_what_plan_cannot():

@@ -23,9 +23,11 @@ from trainstep.config.run import RunConfig
 from trainstep.config.script import text_of_changes
 from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
+from trainstep.explain.evidence import Evidence
 from trainstep.explain.floor import changed
 from trainstep.explain.gain import predicted_gain
 from trainstep.explain.proof import AGAIN, BATCH, BATCH_CAUSE, TOGETHER, Candidate, Proof, Tried, in_order, ratio_of
+from trainstep.explain.room import with_room
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import step_time
@@ -90,8 +92,11 @@ def candidates(
     *,
     precisions: Sequence[str] = (),
     batch_sizes: Sequence[int] = (),
+    gpu_memory_bytes: int | None = None,
 ) -> list[Candidate]:
     """The changes to try: all that the config does not have, in their order.
+
+    Less recomputation is tried as far as plan says that the step fits `gpu_memory_bytes`, as explain advises it (room.py).
 
     The change of a finding has the finding's gain. Another change for the same cause has the gain that plan predicts, or the
     finding's gain if plan predicts none. `precisions`, `batch_sizes`: those that the user allows.
@@ -105,12 +110,14 @@ def candidates(
     ]
     changes += [(BATCH_CAUSE, {BATCH: size}) for size in batch_sizes if size != config.run.batch_size]
     all_candidates = []
-    for cause, fields in changes:
+    evidence = Evidence(measured_s=budget.measured_s, config=config, gpu_memory_bytes=gpu_memory_bytes)
+    for cause, change in changes:
+        fits, no_room = with_room(evidence, change)
+        fields = fits or change
         own_gain = next((finding.gain for finding in open_findings if finding.change == fields), None)
         gain = own_gain or predict(fields) or (None if BATCH in fields else gain_by_cause.get(cause))
-        all_candidates.append(
-            Candidate(fields=fields, cause=cause, gain=gain, refusal=_refusal(config, fields, precisions))
-        )
+        refusal = _refusal(config, fields, precisions) if fits else no_room.removeprefix("; ")
+        all_candidates.append(Candidate(fields=fields, cause=cause, gain=gain if fits else None, refusal=refusal))
     return in_order(all_candidates)
 
 
