@@ -96,9 +96,9 @@ def test_predicted_and_measured_gains_stand_side_by_side(fake: FakeGroups, capsy
     assert app.run([*COMMAND, "--out-config", "fast.toml", "--page", "page.html"]) == 0
     printed = capsys.readouterr()
     out = printed.out
-    # 20 ms of the profile; attention sdpa halves it, compile block takes a fifth, ours is slower on a CPU.
+    # 20 ms of the profile; attention=sdpa halves it, compile=block takes a fifth, ours is slower on a CPU.
     assert out.startswith(
-        "tiny 32: with attention sdpa and compile block a step takes 0.400 (99 % interval 0.400 to 0.400)"
+        "tiny 32: with attention=sdpa and compile=block a step takes 0.400 (99 % interval 0.400 to 0.400)"
     )
     assert "12.00 ms less" in out.splitlines()[0]
     assert "`trainstep bench --config fast.toml` takes these options." in out.splitlines()[0]
@@ -106,13 +106,13 @@ def test_predicted_and_measured_gains_stand_side_by_side(fake: FakeGroups, capsy
     assert "--allow-precision bf16_autocast allows it" in out
     assert "\nBudget of the step: tiny 32" in out
     assert "options: fast.toml" in out
-    assert "[7/7] attention sdpa with compile block" in printed.err
+    assert "[7/7] attention=sdpa,compile=block" in printed.err
     assert out.index("all changes that helped, together") < out.index("Losses of two runs of the original differ by 0")
     page = Path("page.html").read_text()
     assert "What the changes gained: tiny 32" in page
 
     text = Path("fast.toml").read_text()
-    assert "# attention sdpa: faster: gain 10.0" in text
+    assert "# attention=sdpa: faster: gain 10.0" in text
     options = tomllib.loads(text)
     assert options == {
         "model": "tiny",
@@ -135,12 +135,12 @@ def test_json_has_the_answer_first_and_seconds(fake: FakeGroups, capsys: pytest.
     assert next(iter(out)) == "answer"
     assert "a step takes 0.400" in out["answer"][0]["verdict"]
     rows = {row["name"]: row for row in out["rows"] if row["kind"] in ("change", "together")}
-    sdpa, both = rows["attention sdpa"], rows["all changes that helped, together"]
+    sdpa, both = rows["attention=sdpa"], rows["all changes that helped, together"]
     assert sdpa["measured_gain_s"] == pytest.approx(0.01, rel=0.01)
     assert (sdpa["verdict"], sdpa["chosen"], both["chosen"]) == ("faster", False, True)
     assert both["fields"] == {"attention": "sdpa", "compile": "block"}
-    assert rows["attention trainstep"]["verdict"] == "slower"
-    assert rows["capture step"]["verdict"] == "not run"
+    assert rows["attention=trainstep"]["verdict"] == "slower"
+    assert rows["capture=step"]["verdict"] == "not run"
     assert any(row["kind"] == "measured" for row in out["rows"]), "the budget follows"
 
 
@@ -167,10 +167,10 @@ def test_the_budget_ends_it_and_the_answer_says_what_was_not_tried(
 ):
     out = shown(capsys, "--budget-minutes", "0.000001", code=4)
     assert "The budget is spent; the same command goes on. Not tried: " in out
-    assert "attention sdpa" in out
+    assert "attention=sdpa" in out
     assert len(Store(Path("p.jsonl")).read()) == 2, "the profile, and the first measurement"
     plan = json.loads(shown(capsys, "--dry-run", "--json"))
-    assert "attention sdpa" in plan["to_try"]
+    assert "attention=sdpa" in plan["to_try"]
     shown(capsys)
     assert "it is finished" in shown(capsys, "--dry-run")
 
@@ -189,9 +189,9 @@ def test_allowed_precisions_and_batch_sizes_are_tried(
     options = ["--allow-precision", "bf16_autocast", "--allow-batch-size", "4,8", "--json"]
     out = json.loads(shown(capsys, *options))
     rows = {row["name"]: row for row in out["rows"] if row["kind"] == "change"}
-    assert rows["batch_size 8"]["ratio"] == pytest.approx(0.6)
-    assert "per token" in rows["batch_size 8"]["reason"]
-    assert rows["precision bf16_autocast"]["verdict"] == "faster"
+    assert rows["batch_size=8"]["ratio"] == pytest.approx(0.6)
+    assert "per token" in rows["batch_size=8"]["reason"]
+    assert rows["precision=bf16_autocast"]["verdict"] == "faster"
     assert "of the original's time per token" in out["answer"][0]["verdict"]
     assert "a step takes 0.540" in out["answer"][0]["verdict"]
 
@@ -209,7 +209,7 @@ def test_a_record_of_another_verb_is_proved_too(fake: FakeGroups, capsys: pytest
     Store(Path("bench.jsonl")).append(record)
     command = ["explain", "bench.jsonl", "--prove", "--out", "p.jsonl"]
     out = shown(capsys, command=command)
-    assert "with compile block a step takes 0.800" in out, "its attention is sdpa already"
+    assert "with compile=block a step takes 0.800" in out, "its attention is sdpa already"
 
 
 def test_a_record_of_several_ranks_is_proved_by_their_strategies(fake: FakeGroups, capsys: pytest.CaptureFixture[str]):
@@ -220,7 +220,7 @@ def test_a_record_of_several_ranks_is_proved_by_their_strategies(fake: FakeGroup
     out = shown(
         capsys, "--out-config", "fast.toml", command=["explain", "parallel.jsonl", "--prove", "--out", "p.jsonl"]
     )
-    assert "with sync bucketed a step takes 0.500" in out
+    assert "with sync=bucketed a step takes 0.500" in out
     assert "`trainstep parallel --config fast.toml` takes these options." in out
     options = tomllib.loads(Path("fast.toml").read_text())
     assert (options["sync"], options["ranks"]) == ("bucketed", 2)
@@ -281,7 +281,7 @@ def test_a_real_proof_is_killed_goes_on_and_its_options_are_read(folder: Path):
     assert keys.count(keys[1]) + again.count(keys[1]) <= 2, "the original alone, twice at most"
     assert keys[0] not in again, "the profile is kept"
     rows = {row["name"]: row for row in json.loads(out)["rows"] if row["kind"] == "change"}
-    assert "a CPU has no CUDA graphs" in rows["capture step"]["reason"]
+    assert "a CPU has no CUDA graphs" in rows["capture=step"]["reason"]
     compared = [row for row in rows.values() if row["ratio"] is not None]
     for row in compared:
         assert row["verdict"] == "cannot tell", "one pair of processes gives no verdict"

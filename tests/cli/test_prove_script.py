@@ -6,18 +6,24 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from cell_maker import finish, start, wait_until
+from run_records import PARTS_MS, a_run
 from sources import ROOT
+from trainstep.cli.options import GridOptions
 from trainstep.cli.running import prove_script
+from trainstep.config.script import Part
 from trainstep.explain.proof import Candidate, Proof, Tried
+from trainstep.measure.run.changed.script_command import command_of
 from trainstep.measure.run.changed.script_lab import ScriptLab
 from trainstep.plan.trials import Step
 from trainstep.records.compare import Comparison
 from trainstep.records.store import Store
+from trainstep.report.explain.budgets import explain_rows
+from trainstep.report.kit.rows import rows_of
 
 LOOPS = ROOT / "tests/planted/loops"
 PROVE = ("explain", "run.jsonl", "--prove", "--out", "p.jsonl", "--json", "--script-steps", "16", "--processes", "5")
@@ -76,12 +82,12 @@ def test_a_slow_loader_is_undone_from_outside_and_a_killed_proof_goes_on(tmp_pat
     assert len(processes) == len(set(processes)) > before, "nothing finished ran again"
     answer = json.loads(out)
     rows = {row["name"]: row for row in answer["rows"] if row["kind"] == "change"}
-    assert next(iter(rows)).startswith("workers ")
+    assert next(iter(rows)).startswith("workers=")
     workers = next(iter(rows.values()))
     assert workers["verdict"] == "faster", workers["reason"]
     assert workers["losses_apart"] == 0, "the same data, by other processes"
-    assert rows["adamw fused"]["verdict"] == "not applied", "it is fused already"
-    assert rows["precision bf16_autocast"]["verdict"] == "not run"
+    assert rows["adamw=fused"]["verdict"] == "not applied", "it is fused already"
+    assert rows["precision=bf16_autocast"]["verdict"] == "not run"
     assert "trainstep run --apply workers=" in out
     calls = count(records)
     assert finish(start(*PROVE, folder=tmp_path), 110)[1] == out
@@ -143,3 +149,49 @@ def test_what_the_budget_cut_off_is_unfinished_unless_it_is_taken_with_all_or_co
     proof.again = [change("faster", workers="2")] if again else []
     lab = cast(ScriptLab, SimpleNamespace(cut_off=["workers=2", "gc=off"], changes=dict))
     assert prove_script._unfinished(proof, lab) == unfinished
+
+
+LOADER = "loader = DataLoader(data)\noptimizer = AdamW(weights)\n"
+
+
+def a_tried(verdict: str, /, **fields: str) -> Tried:
+    ratio = 0.5 if verdict == "faster" else 1.2
+    known = Comparison(verdict=verdict, reason="", ratio=ratio, low=ratio - 0.01, high=ratio + 0.01, n=6)
+    step = Step(change="", kept=verdict == "faster", comparison=known, word=verdict)
+    return Tried(candidate=Candidate(fields=fields, cause="data"), step=step)
+
+
+def shown(folder: Path, capsys: pytest.CaptureFixture[str], *words: str, **values: Any) -> str:
+    """What a finished proof prints of a script whose run waited for data."""
+    (folder / "train.py").write_text(LOADER)
+    record = a_run(
+        parts_ms={**PARTS_MS, Part.DATA: 90.0},
+        facts={"command": "trainstep run train.py", "script_folder": str(folder)},
+        script=" ".join(words) or "train.py",
+    )
+    [one], _ = explain_rows(rows_of([("run.jsonl", record)]), None)
+    assert "data" in [finding.cause for finding in one.budget.findings]
+    lab = SimpleNamespace(command=command_of(record), changes=dict, store=Store(folder / "p.jsonl"))
+    proof = Proof(start={}, measured_s=1.0, start_s=1.0, **values)
+    prove_script._show(one, proof, cast(ScriptLab, lab), GridOptions())
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [(), ("-m", "train")], ids=["file", "module"])
+def test_the_patch_has_the_winners_with_their_values(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    won = a_tried("faster", workers="2", compile="module")
+    out = shown(tmp_path, capsys, *words, singles=[won, a_tried("slower", adamw="fused")], together=won)
+    assert "The winning changes without compile=module by lines of the script:\n--- a/train.py\n+++ b/train.py\n" in out
+    assert "+loader = DataLoader(data, num_workers=2, persistent_workers=True)\n" in out
+    assert "fused=True" not in out
+    assert f"trainstep run --apply workers=2,compile=module {' '.join(words) or 'train.py'}" in out
+
+
+def test_without_winners_there_is_no_patch_and_the_lines_are_said_to_be_suggestions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = shown(tmp_path, capsys, singles=[a_tried("slower", workers="2")])
+    assert "+loader" not in out
+    assert "none of their values was measured here" in out

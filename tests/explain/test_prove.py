@@ -10,6 +10,7 @@ from trainstep.config.parsing import build_config, build_run, to_plain
 from trainstep.explain.budget import Budget, Finding
 from trainstep.explain.proof import TOGETHER, Candidate, Proof, Tried
 from trainstep.explain.prove import candidates, predictor, prove, start_of
+from trainstep.plan import prediction
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import shipped
 from trainstep.plan.time.interval import Interval
@@ -127,7 +128,7 @@ def test_what_was_faster_until_the_budget_ended_it_is_measured_together_with_wha
     lab.cut_off = cut_off
     proof = lab.run(CAPTURE, BLOCK, LOOP)
     assert lab.compared[-1] == ({"compile": "block", "capture": "step"}, 0), f"{slower} was slower in one of its pairs"
-    assert [tried.candidate.name for tried in proof.promising] == ["compile block", "capture step"][: len(cut_off) - 1]
+    assert [tried.candidate.name for tried in proof.promising] == ["compile=block", "capture=step"][: len(cut_off) - 1]
     assert proof.takes_all
     assert proof.chosen == {**START, "capture": "step", "compile": "block"}
     lab.together = 1.3
@@ -150,7 +151,7 @@ def test_where_all_together_are_not_faster_what_seemed_so_is_compared_alone():
     lab = cut_off_lab({"step": 0.8, "block": 0.7}, 1.3, block=1.0, step=1.0)
     assert lab.run(CAPTURE, BLOCK).best is None
     # The start twice, two trials and comparisons, the trial of both, and at last their comparison
-    for budget, untried in ((7, "all changes that helped, together"), (8, "compile block, a second time")):
+    for budget, untried in ((7, "all changes that helped, together"), (8, "compile=block, a second time")):
         lab = cut_off_lab({"step": 0.8, "block": 0.7}, 1.3)
         lab.budget = budget
         assert lab.run(CAPTURE, BLOCK).untried == [untried]
@@ -178,7 +179,7 @@ def test_one_pair_is_not_promising_and_a_small_gain_that_is_sure_joins():
 
 
 def test_of_two_values_that_seem_faster_one_joins_and_the_reason_says_no_more_than_is_known():
-    for budget, left_out in ((99, [("adamw loop", "adamw foreach seems faster")]), (6, [])):  # 6: nothing is joined
+    for budget, left_out in ((99, [("adamw=loop", "adamw=foreach seems faster")]), (6, [])):  # 6: nothing is joined
         lab = cut_off_lab({"loop": 0.9, "foreach": 0.7}, None)
         lab.cut_off, lab.budget = ("loop", "foreach"), budget
         assert lab.run(LOOP, FOREACH).left_out == left_out
@@ -187,14 +188,14 @@ def test_of_two_values_that_seem_faster_one_joins_and_the_reason_says_no_more_th
 def test_the_faster_of_two_values_of_a_field_is_taken():
     proof = Lab({"loop": 0.9, "foreach": 0.7}).run(LOOP, FOREACH)
     assert proof.chosen == {**START, "adamw": "foreach"}
-    assert proof.left_out == [("adamw loop", "adamw foreach is faster")]
+    assert proof.left_out == [("adamw=loop", "adamw=foreach is faster")]
 
 
 def test_strategies_with_their_options_are_one_choice():
     bucketed, larger = (Candidate(fields={"sync": "bucketed", **more}) for more in ({}, {"bucket_mib": 25.0}))
     proof = Lab({"bucketed": 0.5}).run(bucketed, larger)
     assert proof.chosen == {**START, "sync": "bucketed"}
-    assert proof.left_out == [("sync bucketed with bucket_mib 25.0", "sync bucketed is faster")]
+    assert proof.left_out == [("sync=bucketed,bucket_mib=25.0", "sync=bucketed is faster")]
 
 
 def test_what_a_config_refuses_beside_a_faster_change_is_left_out_with_the_reason():
@@ -203,7 +204,7 @@ def test_what_a_config_refuses_beside_a_faster_change_is_left_out_with_the_reaso
     proof = lab.run(CAPTURE, BLOCK)
     assert proof.chosen == {**START, "compile": "block"}
     assert proof.left_out == [
-        ("capture step", "together with compile block it is refused: step and block refuse each other")
+        ("capture=step", "together with compile=block it is refused: step and block refuse each other")
     ]
 
 
@@ -249,7 +250,7 @@ def test_a_second_comparison_that_the_budget_leaves_is_said():
     lab = Lab({"step": 0.5, "block": 0.8}, together=1.2)
     whole = len(lab.run(CAPTURE, BLOCK).again) + len(lab.tried) + len(lab.compared)
     proof = Lab({"step": 0.5, "block": 0.8}, together=1.2, budget=whole - 3).run(CAPTURE, BLOCK)
-    assert proof.untried == ["capture step, a second time"]
+    assert proof.untried == ["capture=step, a second time"]
     assert proof.chosen == {**START, "capture": "step"}
 
 
@@ -351,8 +352,8 @@ def test_another_batch_has_other_losses_and_what_joins_it_is_held_to_these():
     wrong.trial = of_both  # type: ignore[method-assign]
     proof = wrong.run(BATCH, BLOCK)
     [(name, why)] = proof.left_out
-    assert (name, proof.chosen) == ("compile block", {**START, "batch_size": 8})
-    assert why.startswith("batch_size 8 with compile block, together: another loss: not kept: the losses of 3 steps")
+    assert (name, proof.chosen) == ("compile=block", {**START, "batch_size": 8})
+    assert why.startswith("batch_size=8,compile=block, together: another loss: not kept: the losses of 3 steps")
     assert wrong.compared[-1] == ({"batch_size": 8}, 1), "what is left is compared a second time"
 
 
@@ -367,8 +368,8 @@ def test_where_all_together_do_not_run_the_faster_half_is_measured():
 
     lab.trial = with_loop  # type: ignore[method-assign]
     proof = lab.run(CAPTURE, BLOCK, LOOP)
-    whole = "capture step with compile block with adamw loop"
-    assert proof.left_out == [("adamw loop", f"{whole}, together: out of memory: no room")]
+    whole = "capture=step,compile=block,adamw=loop"
+    assert proof.left_out == [("adamw=loop", f"{whole}, together: out of memory: no room")]
     assert proof.chosen == {**START, "capture": "step", "compile": "block"}
     assert proof.takes_all
 
@@ -379,8 +380,8 @@ def test_a_larger_batch_leaves_little_of_what_is_saved_once_a_step():
     proof = lab.run(replace(BATCH, fields={"batch_size": 32}), LOOP, graphs)
     assert proof.chosen == {**START, "batch_size": 32, "adamw": "loop"}, "0.75 and 0.3 % are left of 6 and 2.5"
     [(name, why)] = proof.left_out
-    assert name == "compile reduce_overhead"
-    assert why == "it saves the same time in a step of any batch, less than 0.5 % with batch_size 32"
+    assert name == "compile=reduce_overhead"
+    assert why == "it saves the same time in a step of any batch, less than 0.5 % with batch_size=32"
     assert lab.run(LOOP, graphs).chosen == {**START, "adamw": "loop", "compile": "reduce_overhead"}
     module = Candidate(fields={"compile": "module"})
     lab.speeds["module"] = 0.975
@@ -397,10 +398,10 @@ def test_a_larger_batch_leaves_little_of_what_is_saved_once_a_step():
 def test_the_budget_leaves_the_rest_and_says_so(budget: int):
     lab = Lab({"step": 0.5, "block": 0.8}, budget=budget)
     proof = lab.run(CAPTURE, replace(LOOP, refusal="not here"), BLOCK)
-    names = {2: ["capture step", "compile block"], 4: ["compile block", TOGETHER], 5: ["compile block", TOGETHER]}
+    names = {2: ["capture=step", "compile=block"], 4: ["compile=block", TOGETHER], 5: ["compile=block", TOGETHER]}
     expected = names[2] if budget < 4 else names.get(budget, [TOGETHER])
     assert proof.untried == expected
-    assert [tried.step.reason for tried in proof.singles if tried.candidate.name == "adamw loop"] == ["not here"]
+    assert [tried.step.reason for tried in proof.singles if tried.candidate.name == "adamw=loop"] == ["not here"]
     if budget >= 4:
         assert proof.chosen == {**START, "capture": "step"}, "one that is not yet confirmed, as the answer says"
 
@@ -437,13 +438,13 @@ def test_candidates_are_the_changes_of_the_causes_the_largest_predicted_gain_fir
     budget = a_budget(finding("optimizer", 0.1), finding("attention_kernel", 0.3))
     found = candidates(budget, a_config(), lambda fields: None, precisions=["bf16_master"], batch_sizes=[8, 4])
     names = [candidate.name for candidate in found]
-    assert names[:3] == ["attention trainstep", "attention sdpa", "adamw trainstep"]
-    assert names[-1] == "precision bf16_autocast"
+    assert names[:3] == ["attention=trainstep", "attention=sdpa", "adamw=trainstep"]
+    assert names[-1] == "precision=bf16_autocast"
     assert "--allow-precision bf16_autocast" in found[-1].refusal
     assert all(candidate.refusal == "" for candidate in found[:-1])
-    assert "precision bf16_master" in names, "allowed"
-    assert "batch_size 8" in names, "allowed"
-    assert "batch_size 4" not in names, "is so already"
+    assert "precision=bf16_master" in names, "allowed"
+    assert "batch_size=8" in names, "allowed"
+    assert "batch_size=4" not in names, "is so already"
     assert len(names) == len(set(names))
 
 
@@ -451,24 +452,43 @@ def test_what_explain_advises_is_held_to_what_it_printed_and_the_rest_to_plan():
     advised = replace(finding("unfused", 0.2), change={"compile": "block"})
     plans = Interval(time_s=-0.3, low_s=-0.4, high_s=-0.2)
     found = {one.name: one.gain for one in candidates(a_budget(advised), a_config(), lambda fields: plans)}
-    assert found["compile block"] == advised.gain
-    assert found["ops fused"] == plans
+    assert found["compile=block"] == advised.gain
+    assert found["ops=fused"] == plans
+
+
+def test_less_recomputation_is_tried_as_far_as_plan_says_that_the_step_fits():
+    config = a_config(context=1024, recompute="block")
+    needed = {
+        mode: prediction.predict(a_config(context=1024, recompute=mode)).needed_bytes for mode in ("none", "selective")
+    }
+    advised = replace(finding("recomputation", 0.2), change={"recompute": "selective"})
+
+    def found(memory: int | None) -> dict[str, Candidate]:
+        every = candidates(a_budget(advised), config, lambda fields: None, gpu_memory_bytes=memory)
+        return {one.name: one for one in every if "recompute" in one.fields}
+
+    assert [*found(None)] == [*found(needed["none"] + 2**30)] == ["recompute=none"]
+    [(name, less)] = found(needed["selective"]).items()
+    assert (name, less.gain, less.refusal) == ("recompute=selective", advised.gain, "")
+    [(name, none)] = found(2**30).items()
+    assert (name, none.gain) == ("recompute=none", None)
+    assert none.refusal == f"without it the step would need {needed['none'] / 2**30:,.0f} GiB of the GPU's 1"
 
 
 def test_on_a_cpu_capture_is_impossible_and_a_finding_predicts_what_plan_cannot():
     budget = a_budget(finding("host_launches", 0.2))
     config = a_config(device="cpu")
     found = {one.name: one for one in candidates(budget, config, predictor(config, None, 1.0))}
-    assert "a CPU has no CUDA graphs" in found["capture step"].refusal
-    assert found["compile block"].gain == budget.findings[0].gain
-    assert found["adamw trainstep"].gain is None
+    assert "a CPU has no CUDA graphs" in found["capture=step"].refusal
+    assert found["compile=block"].gain == budget.findings[0].gain
+    assert found["adamw=trainstep"].gain is None
 
 
 def test_a_model_of_the_users_own_keeps_its_ops():
     config = alone(build_run({"model": "package.module:build", "device": "cuda"}))
     refusals = {one.name: one.refusal for one in candidates(a_budget(), config, lambda fields: None)}
-    assert "brings its own" in refusals["ops fused"]
-    assert refusals["compile block"] == ""
+    assert "brings its own" in refusals["ops=fused"]
+    assert refusals["compile=block"] == ""
 
 
 def test_plan_predicts_the_changed_step_and_a_larger_batch_by_its_time_per_token():
@@ -491,12 +511,12 @@ def test_plan_predicts_the_changed_step_and_a_larger_batch_by_its_time_per_token
 def test_several_ranks_try_strategies_and_bucket_sizes():
     config = RanksConfig(run=a_config().run, ranks=2, sync=SyncConfig(name="naive"))
     names = [one.name for one in candidates(a_budget(), config, lambda fields: None)]
-    assert "sync bucketed" in names
-    assert "sync bucketed with bucket_mib 100.0" in names
+    assert "sync=bucketed" in names
+    assert "sync=bucketed,bucket_mib=100.0" in names
     bucketed = replace(config, sync=SyncConfig(name="bucketed"))
     names = [one.name for one in candidates(a_budget(), bucketed, lambda fields: None)]
-    assert "bucket_mib 25.0" in names
-    assert "sync bucketed" not in names
+    assert "bucket_mib=25.0" in names
+    assert "sync=bucketed" not in names
 
 
 @pytest.mark.parametrize(

@@ -21,56 +21,56 @@ def candidates(
 
 def test_what_a_finding_predicts_comes_first_and_what_is_refused_last():
     found = candidates(data_ms=30.0)
-    assert next(iter(found)) == "workers 8"
-    assert found["workers 8"].gain is not None
-    assert {"compile reduce_overhead", "attention trainstep", "adamw fused", "pin_memory on"} <= found.keys()
+    assert next(iter(found)) == "workers=8"
+    assert found["workers=8"].gain is not None
+    assert {"compile=reduce_overhead", "attention=trainstep", "adamw=fused", "pin_memory=on"} <= found.keys()
     refused = [name for name, candidate in found.items() if candidate.refusal]
-    assert refused == ["precision bf16_autocast", "precision tf32"]
+    assert refused == ["precision=bf16_autocast", "precision=tf32"]
     assert list(found)[-2:] == refused
 
 
 def test_what_would_do_nothing_is_not_tried():
     found = candidates(on_gpu=False)
-    assert set(found) == {"adamw fused", "compile module", "precision bf16_autocast"}
-    assert candidates(ranks=2).keys() >= {"bucket_cap_mb 25", "bucket_cap_mb 100"}
-    assert "precision tf32" not in candidates(precision="tf32")
+    assert set(found) == {"adamw=fused", "compile=module", "precision=bf16_autocast"}
+    assert candidates(ranks=2).keys() >= {"bucket_cap_mb=25", "bucket_cap_mb=100"}
+    assert "precision=tf32" not in candidates(precision="tf32")
     assert not [name for name in candidates(precision="bf16_autocast") if name.startswith("precision")]
-    assert candidates(compiles=True)["compile module"].refusal == "the script compiles already"
+    assert candidates(compiles=True)["compile=module"].refusal == "the script compiles already"
 
 
 def test_fused_ops_are_tried_where_a_module_computes_what_they_do():
-    assert "ops trainstep" in candidates(fusable_parts=3)
-    assert "ops trainstep" in candidates(), "before the first process nobody knows"
-    assert "ops trainstep" not in candidates(fusable_parts=0)
-    assert "ops trainstep" not in candidates(fusable_parts=3, on_gpu=False)
+    assert "ops=trainstep" in candidates(fusable_parts=3)
+    assert "ops=trainstep" in candidates(), "before the first process nobody knows"
+    assert "ops=trainstep" not in candidates(fusable_parts=0)
+    assert "ops=trainstep" not in candidates(fusable_parts=3, on_gpu=False)
 
 
 def test_a_precision_that_is_allowed_is_tried():
     found = candidates(allowed=["tf32"])
-    assert not found["precision tf32"].refusal
-    assert found["precision bf16_autocast"].refusal
+    assert not found["precision=tf32"].refusal
+    assert found["precision=bf16_autocast"].refusal
 
 
 def test_a_batch_that_is_allowed_is_tried_where_the_scripts_own_is_known():
     found = candidates(batch_sizes=[8, 16], batch_size=8)
-    assert [name for name in found if name.startswith("batch")] == ["batch_size 16"]
-    assert not found["batch_size 16"].refusal
-    assert not candidates(batch_sizes=[16])["batch_size 16"].refusal, "before the first process nobody knows"
-    assert candidates(batch_sizes=[16], batch_size=0)["batch_size 16"].refusal == (
+    assert [name for name in found if name.startswith("batch")] == ["batch_size=16"]
+    assert not found["batch_size=16"].refusal
+    assert not candidates(batch_sizes=[16])["batch_size=16"].refusal, "before the first process nobody knows"
+    assert candidates(batch_sizes=[16], batch_size=0)["batch_size=16"].refusal == (
         "no data loader of the script says how many sequences it reads"
     )
-    assert "batch_size 16" not in candidates()
+    assert "batch_size=16" not in candidates()
 
 
 def test_an_allowed_batch_comes_behind_what_was_found_and_before_what_was_not():
     found = list(candidates(data_ms=30.0, batch_sizes=[16], batch_size=8, allowed=["bf16_autocast"]))
-    assert found.index("workers 8") < found.index("batch_size 16") < found.index("attention trainstep")
-    assert found.index("batch_size 16") < found.index("adamw fused"), "nothing was found for the optimizer"
+    assert found.index("workers=8") < found.index("batch_size=16") < found.index("attention=trainstep")
+    assert found.index("batch_size=16") < found.index("adamw=fused"), "nothing was found for the optimizer"
 
 
 def test_ranks_share_the_cores():
-    assert "workers 4" in candidates(data_ms=30.0, ranks=4)
-    assert "workers 2" in candidates(data_ms=30.0, ranks=16)
+    assert "workers=4" in candidates(data_ms=30.0, ranks=4)
+    assert "workers=2" in candidates(data_ms=30.0, ranks=16)
 
 
 def test_every_change_is_one_that_run_applies():

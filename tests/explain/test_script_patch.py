@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainstep.explain.causes import CAUSES
-from trainstep.explain.script_patch import _KEYWORDS, patch_of
+from trainstep.explain.script_patch import _KEYWORDS, keywords_of_changes, keywords_of_pages, patch_of
 
 SCRIPT = """\
 import re, torch
@@ -25,7 +25,11 @@ for étape, batch in enumerate(loader):
 
 
 def test_the_patch_applies_and_is_what_the_pages_say(tmp_path: Path):
-    patch = patch_of("train.py", SCRIPT, ["data", "host_copies", "optimizer", "recompiles", "synchronisations"])
+    patch = patch_of(
+        "train.py",
+        SCRIPT,
+        keywords_of_pages(["data", "host_copies", "optimizer", "recompiles", "synchronisations"]),
+    )
     (tmp_path / "train.py").write_text(SCRIPT)
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.encode(), check=True)
     text = (tmp_path / "train.py").read_text()
@@ -34,7 +38,7 @@ def test_the_patch_applies_and_is_what_the_pages_say(tmp_path: Path):
     assert "torch.compile(model.to(device), dynamic=True)" in text
     assert 're.compile("x")' in text
     assert "{name: value.to(device, non_blocking=True) for name" in text
-    assert patch_of("train.py", text, list(_KEYWORDS)) == ""
+    assert patch_of("train.py", text, keywords_of_pages(_KEYWORDS)) == ""
 
 
 @pytest.mark.parametrize(
@@ -50,11 +54,26 @@ def test_the_patch_applies_and_is_what_the_pages_say(tmp_path: Path):
     ],
 )
 def test_what_is_given_or_unsure_stays_as_it_is(text: str):
-    assert patch_of("train.py", text, ["optimizer", "data"] if "model" not in text else ["host_copies"]) == ""
+    causes = ["optimizer", "data"] if "model" not in text else ["host_copies"]
+    assert patch_of("train.py", text, keywords_of_pages(causes)) == ""
+
+
+def test_measured_changes_have_the_values_that_were_measured_and_what_no_keyword_makes_is_left_out():
+    won = {"workers": "2", "adamw": "fused", "copies": "non_blocking", "compile": "module"}
+    patch = patch_of("train.py", SCRIPT, keywords_of_changes(won))
+    assert "batch_size=4, num_workers=2, persistent_workers=True,  # small" in patch
+    assert "lr=3e-4, fused=True)" in patch
+    assert "value.to(device, non_blocking=True)" in patch
+    assert "pin_memory" not in patch
+    assert "prefetch_factor" not in patch, "--apply leaves it as it is"
+    for changes in ({}, {"compile": "module"}, {"adamw": "trainstep"}):
+        assert patch_of("train.py", SCRIPT, keywords_of_changes(changes)) == ""
 
 
 def test_an_empty_call_gets_its_keywords():
-    assert "+optimizer = AdamW(fused=True)" in patch_of("train.py", "optimizer = AdamW()\n", ["optimizer"])
+    assert "+optimizer = AdamW(fused=True)" in patch_of(
+        "train.py", "optimizer = AdamW()\n", keywords_of_pages(["optimizer"])
+    )
 
 
 @pytest.mark.parametrize("cause", _KEYWORDS)

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainstep.config.script import text_of_changes
 from trainstep.plan.time.interval import Interval
-from trainstep.plan.trials import Options, Step, name_of
+from trainstep.plan.trials import Options, Step
 
 TOGETHER, AGAIN = "all changes that helped, together", "a second time"
 BATCH = "batch_size"
@@ -29,7 +30,8 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return name_of(self.fields)
+        """As `--apply` takes it: `compile=module,adamw=fused`."""
+        return text_of_changes(self.fields)
 
 
 def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -110,6 +112,8 @@ class Proof:
     singles: list[Tried] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
     """Changes for which the budget left no time, or which a dry run would measure."""
+    unfinished: list[str] = field(default_factory=list)
+    """Changes of which the budget ended the comparison, and that no other comparison has decided."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """Changes that helped or may help but are not in `together`, with the reason."""
     together: Tried | None = None

@@ -20,11 +20,14 @@ from typing import Any
 from trainstep.config.parallel import STRATEGY_FIELDS, RanksConfig
 from trainstep.config.parsing import CONFIGS, given_values
 from trainstep.config.run import RunConfig
+from trainstep.config.script import text_of_changes
 from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
+from trainstep.explain.evidence import Evidence
 from trainstep.explain.floor import changed
 from trainstep.explain.gain import predicted_gain
 from trainstep.explain.proof import AGAIN, BATCH, BATCH_CAUSE, TOGETHER, Candidate, Proof, Tried, in_order, ratio_of
+from trainstep.explain.room import with_room
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import step_time
@@ -39,7 +42,6 @@ from trainstep.plan.trials import (
     Trial,
     TrialFunction,
     Trials,
-    name_of,
 )
 
 _UNGRAPHED = "a CPU has no CUDA graphs: a captured step is replayed there operator by operator, and nothing is gained"
@@ -90,8 +92,11 @@ def candidates(
     *,
     precisions: Sequence[str] = (),
     batch_sizes: Sequence[int] = (),
+    gpu_memory_bytes: int | None = None,
 ) -> list[Candidate]:
     """The changes to try: all that the config does not have, in their order.
+
+    Less recomputation is tried as far as plan says that the step fits `gpu_memory_bytes`, as explain advises it (room.py).
 
     The change of a finding has the finding's gain. Another change for the same cause has the gain that plan predicts, or the
     finding's gain if plan predicts none. `precisions`, `batch_sizes`: those that the user allows.
@@ -105,12 +110,14 @@ def candidates(
     ]
     changes += [(BATCH_CAUSE, {BATCH: size}) for size in batch_sizes if size != config.run.batch_size]
     all_candidates = []
-    for cause, fields in changes:
+    evidence = Evidence(measured_s=budget.measured_s, config=config, gpu_memory_bytes=gpu_memory_bytes)
+    for cause, change in changes:
+        fits, no_room = with_room(evidence, change)
+        fields = fits or change
         own_gain = next((finding.gain for finding in open_findings if finding.change == fields), None)
         gain = own_gain or predict(fields) or (None if BATCH in fields else gain_by_cause.get(cause))
-        all_candidates.append(
-            Candidate(fields=fields, cause=cause, gain=gain, refusal=_refusal(config, fields, precisions))
-        )
+        refusal = _refusal(config, fields, precisions) if fits else no_room.removeprefix("; ")
+        all_candidates.append(Candidate(fields=fields, cause=cause, gain=gain if fits else None, refusal=refusal))
     return in_order(all_candidates)
 
 
@@ -280,7 +287,7 @@ class _Prover(Trials):
             if proof.together.step.comparison is not None or len(joined) == 1:
                 return
             kept = (len(joined) + 1) // 2
-            why = f"{name_of(fields)}, together: {proof.together.step.word}: {proof.together.step.reason}"
+            why = f"{text_of_changes(fields)}, together: {proof.together.step.word}: {proof.together.step.reason}"
             failed += [(tried.candidate.name, why) for tried in joined[kept:]]
             whole = [tried for tried in whole if tried not in joined[kept:]]
 
@@ -292,7 +299,7 @@ class _Prover(Trials):
             return list(whole), []
         work = size / self.proof.start[BATCH]
         little = [tried for tried in whole if _saves_once(tried) and (1 - ratio_of(tried.step)) / work < _LEAST_LEFT]
-        why = f"it saves the same time in a step of any batch, less than {100 * _LEAST_LEFT:g} % with {BATCH} {size}"
+        why = f"it saves the same time in a step of any batch, less than {100 * _LEAST_LEFT:g} % with {BATCH}={size}"
         return [tried for tried in whole if tried not in little], [(tried.candidate.name, why) for tried in little]
 
     def _joined(self) -> tuple[list[Tried], list[tuple[str, str]]]:
@@ -310,9 +317,11 @@ class _Prover(Trials):
             if rivals:
                 is_sure = whose[rivals[0]].step.kept and tried.step.kept
                 verb = "is" if is_sure else "seems"
-                left_out.append((tried.candidate.name, f"{name_of({rivals[0]: fields[rivals[0]]})} {verb} faster"))
+                left_out.append(
+                    (tried.candidate.name, f"{text_of_changes({rivals[0]: fields[rivals[0]]})} {verb} faster")
+                )
             elif why := self.refusal({**start, **fields, **more}):
-                left_out.append((tried.candidate.name, f"together with {name_of(fields)} it is refused: {why}"))
+                left_out.append((tried.candidate.name, f"together with {text_of_changes(fields)} it is refused: {why}"))
             else:
                 joined.append(tried)
                 fields |= more

@@ -1,15 +1,16 @@
 """The lines to write in a user's own script, from each finding's page, and a patch where calls are recognised.
 
-    lines_to_write(budget)                           # a line or more for each finding, with the place where it was seen
-    patch_of("train.py", text, ["data"])             # unified diff, as `git apply` takes it; "" if nothing was recognised
+    lines_to_write(budget)                                          # a line or more for each finding, with its place
+    patch_of("train.py", text, keywords_of_pages(["data"]))         # unified diff, as `git apply` takes it, or ""
+    patch_of("train.py", text, keywords_of_changes({"workers": "2"}))       # with the values that a proof measured
 
-The patch is shown and never applied, because a program cannot know what the script intends. It only adds keywords to calls, and
-only keywords that the causes' pages name.
+The patch is shown and never applied, because a program cannot know what the script intends. It only adds keywords to calls: those
+that the causes' pages name, which are suggestions, or those that do what measured changes did.
 """
 
 import ast
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ def lines_to_write(budget: Budget) -> list[ToWrite]:
     ]
 
 
-class _Keyword(NamedTuple):
+class Keyword(NamedTuple):
     """Keywords for calls of `callee` that have none of `unless`. `in_loop`: only inside a loop, where batches are."""
 
     callee: str
@@ -50,29 +51,46 @@ class _Keyword(NamedTuple):
     in_loop: bool = False
 
 
-_KEYWORDS: Mapping[str, Sequence[_Keyword]] = {
-    "data": (_Keyword("DataLoader", "num_workers=8, persistent_workers=True, prefetch_factor=4", {"num_workers"}),),
+_KEYWORDS: Mapping[str, Sequence[Keyword]] = {
+    "data": (Keyword("DataLoader", "num_workers=8, persistent_workers=True, prefetch_factor=4", {"num_workers"}),),
     "host_copies": (
-        _Keyword("DataLoader", "pin_memory=True", {"pin_memory"}),
-        _Keyword("to", "non_blocking=True", {"non_blocking"}, in_loop=True),
+        Keyword("DataLoader", "pin_memory=True", {"pin_memory"}),
+        Keyword("to", "non_blocking=True", {"non_blocking"}, in_loop=True),
     ),
-    "optimizer": (_Keyword("AdamW", "fused=True", {"fused", "foreach"}),),
-    "recompiles": (_Keyword("compile", "dynamic=True", {"dynamic"}),),
+    "optimizer": (Keyword("AdamW", "fused=True", {"fused", "foreach"}),),
+    "recompiles": (Keyword("compile", "dynamic=True", {"dynamic"}),),
 }
 """Cause -> what its page adds to a call."""
 
 
-def patch_of(path: str, text: str, causes: Sequence[str]) -> str:
-    """The unified diff that adds the causes' keywords to the script's calls; empty without such calls, or if it is not Python."""
+def keywords_of_pages(causes: Iterable[str]) -> list[Keyword]:
+    """What the causes' pages add to calls; nobody has measured it in this script."""
+    return [keyword for cause in causes for keyword in _KEYWORDS.get(cause, ())]
+
+
+def keywords_of_changes(changes: Mapping[str, str]) -> list[Keyword]:
+    """What does the same as these changes of `--apply`, with their values. A change that no keyword makes adds nothing."""
+    pinned, copied = _KEYWORDS["host_copies"]
+    workers = f"num_workers={changes.get('workers')}, persistent_workers=True"
+    known = {
+        ("workers", changes.get("workers")): Keyword("DataLoader", workers, {"num_workers"}),
+        ("pin_memory", "on"): pinned,
+        ("copies", "non_blocking"): copied,
+        ("adamw", "fused"): _KEYWORDS["optimizer"][0],
+    }
+    return [known[change] for change in changes.items() if change in known]
+
+
+def patch_of(path: str, text: str, keywords: Iterable[Keyword]) -> str:
+    """The unified diff that adds the keywords to the script's calls; empty without such calls, or if it is not Python."""
     patched = text
-    for cause in causes:
-        for keyword in _KEYWORDS.get(cause, ()):
-            patched = _with_keyword(patched, keyword)
+    for keyword in keywords:
+        patched = _with_keyword(patched, keyword)
     before, after = (part.splitlines(keepends=True) for part in (text, patched))
     return "".join(difflib.unified_diff(before, after, fromfile=f"a/{path}", tofile=f"b/{path}"))
 
 
-def _with_keyword(text: str, keyword: _Keyword) -> str:
+def _with_keyword(text: str, keyword: Keyword) -> str:
     """The text with the keywords added to every call that lacks them, except where they would not land in that call."""
     try:
         places = [_end_of_arguments(call) for call in _calls(ast.parse(text), keyword)]
@@ -88,14 +106,14 @@ def _with_keyword(text: str, keyword: _Keyword) -> str:
     return text
 
 
-def _count(text: str, keyword: _Keyword) -> int:
+def _count(text: str, keyword: Keyword) -> int:
     try:
         return len(_calls(ast.parse(text), keyword))
     except SyntaxError:
         return -1
 
 
-def _calls(tree: ast.AST, keyword: _Keyword, in_loop: bool = False) -> list[ast.Call]:
+def _calls(tree: ast.AST, keyword: Keyword, in_loop: bool = False) -> list[ast.Call]:
     """The calls that lack the keywords."""
     calls = []
     for node in ast.iter_child_nodes(tree):
@@ -106,7 +124,7 @@ def _calls(tree: ast.AST, keyword: _Keyword, in_loop: bool = False) -> list[ast.
     return calls
 
 
-def _lacks(call: ast.Call, keyword: _Keyword) -> bool:
+def _lacks(call: ast.Call, keyword: Keyword) -> bool:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if keyword.callee == "compile" and not (isinstance(call.func, ast.Attribute) and _is_torch(call.func.value)):
         return False  # re.compile, and Python's own

@@ -52,6 +52,8 @@ from trainstep.records.compare import Comparison
 
 Options = Mapping[str, Any]
 """Flat config fields, as the command line gives them."""
+ANOTHER_LOSS = "another loss"
+"""The word of a change whose losses are not those of the same mathematics."""
 HOPELESS = 1.5
 """A change is not compared further if two of its trials take this many times the best's time."""
 _ROUNDOFF = {"fp32": 2**-24, "tf32": 2**-11, "fp16_autocast": 2**-11}
@@ -255,7 +257,7 @@ class Trials:
         if check.why:
             step = Step(
                 change=name,
-                word="another loss",
+                word=ANOTHER_LOSS,
                 reason=f"not kept: {check.why}",
                 alone_s=alone_s,
                 apart=check.apart,

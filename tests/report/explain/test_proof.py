@@ -10,7 +10,7 @@ from trainstep.config.parsing import build_config, to_plain
 from trainstep.explain.budget import Budget
 from trainstep.explain.proof import TOGETHER, Candidate, Proof, Tried
 from trainstep.plan.time.interval import Interval
-from trainstep.plan.trials import Step
+from trainstep.plan.trials import ANOTHER_LOSS, Step
 from trainstep.records.compare import Comparison
 from trainstep.report.explain.budgets import Explained
 from trainstep.report.explain.proof import option_lines, proof_answer, proof_table, proof_toml
@@ -38,6 +38,10 @@ def cut_off(ratio: float, /, **fields: Any) -> Tried:
 PREDICTED = Interval(time_s=0.4, low_s=0.35, high_s=0.6)
 BLOCK = tried("faster", 0.5, PREDICTED, compile="block")
 FUSED = tried("slower", 1.5, PREDICTED, ops="fused")
+HOPELESS = Tried(candidate=Candidate(fields={"gc": "off"}), step=Step(change="c", word="slower", reason="twice"))
+ANOTHER = Tried(
+    candidate=Candidate(fields={"workers": "2"}), step=Step(change="c", word=ANOTHER_LOSS, reason="not kept: apart")
+)
 
 
 def a_proof(*singles: Tried, **values: Any) -> Proof:
@@ -54,14 +58,14 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
     whole, alone = tried("slower", 1.2, compile="block", capture="step"), tried("faster", 0.8, capture="step")
     proof = a_proof(BLOCK, alone, together=whole, again=[tried("faster", 0.55, compile="block")])
     answer = proof_answer("tiny", proof, None)
-    assert "with compile block a step takes 0.550" in answer.verdict, "the second comparison, which nothing has chosen"
-    assert "compile block with capture step, together: slower." in answer.verdict
-    assert proof_table(explained(), proof).raw[-1]["name"] == "compile block, a second time"
-    proof = a_proof(BLOCK, alone, together=whole, untried=["compile block, a second time"])
+    assert "with compile=block a step takes 0.550" in answer.verdict, "the second comparison, which nothing has chosen"
+    assert "compile=block,capture=step, together: slower." in answer.verdict
+    assert proof_table(explained(), proof).raw[-1]["name"] == "compile=block, a second time"
+    proof = a_proof(BLOCK, alone, together=whole, untried=["compile=block, a second time"])
     assert "Not yet compared a second time." in proof_answer("tiny", proof, None).verdict
     proof = a_proof(BLOCK, together=tried("cannot tell", 1.0, compile="block"))
     assert (
-        "compile block seemed faster, and no second comparison confirmed it"
+        "compile=block seemed faster, and no second comparison confirmed it"
         in proof_answer("tiny", proof, None).verdict
     )
 
@@ -73,39 +77,51 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
             Proof(start=START, measured_s=1.0, trouble="OOM"),
             "nothing was proved, because the original cannot be used: OOM",
         ),
-        (Proof(start=START, measured_s=1.0, untried=["compile block"]), "nothing was tried yet. The budget is spent"),
+        (Proof(start=START, measured_s=1.0, untried=["compile=block"]), "nothing was tried yet. The budget is spent"),
         (
             a_proof(FUSED),
             "of 1 change that was compared, none is faster. Of 1 predicted gain that was measured, 0 held.",
         ),
-        (a_proof(), "of 0 changes that were compared, none is faster."),
+        (a_proof(), "no change could be compared."),
+        (
+            a_proof(ANOTHER, untried=["compile=block"]),
+            "no change could be compared. workers=2 is refused: another loss. The budget is spent; the same command goes on. Not "
+            "tried: compile=block.",
+        ),
+        (a_proof(HOPELESS, FUSED), "of 2 changes that were compared, none is faster."),
+        (a_proof(FUSED, cut_off(1.2, adamw="fused")), "of 1 change that was compared, none is faster."),
+        (
+            a_proof(cut_off(1.2, workers="2"), untried=["compile=block", "adamw=fused"], unfinished=["workers=2"]),
+            "no comparison was finished. The budget is spent; the same command goes on. Not tried: compile=block and adamw=fused. "
+            "Not finished: workers=2.",
+        ),
         (
             a_proof(BLOCK, together=tried("cannot tell", 1.0, compile="block")),
-            "compile block seemed faster, and no second comparison confirmed it.",
+            "compile=block seemed faster, and no second comparison confirmed it.",
         ),
         (
             a_proof(BLOCK, FUSED, untried=[TOGETHER]),
-            "with compile block a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time: 500.0 ms less (400.0 ms "
+            "with compile=block a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time: 500.0 ms less (400.0 ms "
             "to 600.0 ms) of 1,000 ms, predicted 400.0 ms. Not yet compared together. Of 2 predicted gains that were measured, 1 "
             f"held. The budget is spent; the same command goes on. Not tried: {TOGETHER}.",
         ),
         (
-            a_proof(cut_off(0.6, compile="block"), untried=["compile block, a second time"]),
-            "compile block seemed faster, without a verdict so far, and nothing else was. The budget is spent",
+            a_proof(cut_off(0.6, compile="block"), untried=["compile=block, a second time"]),
+            "compile=block seemed faster, without a verdict so far, and nothing else was. The budget is spent",
         ),
         (
             a_proof(
                 cut_off(0.3, compile="block"),
                 cut_off(0.7, ops="fused"),
                 together=tried("faster", 0.6, compile="block", ops="fused"),
-                untried=["compile block, a second time"],
+                untried=["compile=block, a second time"],
             ),
-            "with compile block and ops fused a step takes 0.600 (99 % interval 0.500 to 0.700) of the original's time: 400.0 ms "
-            "less (300.0 ms to 500.0 ms) of 1,000 ms. compile block alone seemed faster still.",
+            "with compile=block and ops=fused a step takes 0.600 (99 % interval 0.500 to 0.700) of the original's time: 400.0 ms "
+            "less (300.0 ms to 500.0 ms) of 1,000 ms. compile=block alone seemed faster still.",
         ),
         (
             a_proof(BLOCK, together=tried("faster", 0.5, compile="block", batch_size=8)),
-            "with compile block and batch_size 8 a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time per to",
+            "with compile=block and batch_size=8 a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time per to",
         ),
     ],
 )
@@ -132,7 +148,7 @@ def test_how_a_step_is_timed_is_no_option_but_a_strategy_is():
     )
     options = {"model": "tiny", "ranks": 2, "sync": "bucketed", "bucket_mib": 25.0}
     assert tomllib.loads(text) == options
-    assert "# sync bucketed with bucket_mib 25.0: faster: gain 500.0 ms (400.0 ms to 600.0 ms)" in text
+    assert "# sync=bucketed,bucket_mib=25.0: faster: gain 500.0 ms (400.0 ms to 600.0 ms)" in text
 
 
 def test_the_table_has_both_gains_and_json_their_seconds():
@@ -140,14 +156,14 @@ def test_the_table_has_both_gains_and_json_their_seconds():
         candidate=Candidate(fields={"capture": "step"}, refusal="no"),
         step=Step(change="c", reason="no", word="not run"),
     )
-    proof = a_proof(BLOCK, FUSED, refused, left_out=[("adamw loop", "adamw foreach is faster")], together=BLOCK)
+    proof = a_proof(BLOCK, FUSED, refused, left_out=[("adamw=loop", "adamw=foreach is faster")], together=BLOCK)
     table = proof_table(explained(), proof)
     text = plain([table])
-    assert "Not among all together: adamw loop, because adamw foreach is faster." in text
-    [line] = [line for line in text.splitlines() if line.startswith("compile block")]
-    assert line.split()[2:9] == ["400.0", "350.0", "600.0", "500.0", "400.0", "600.0", "faster"]
-    assert line.split()[9] == "yes"
-    assert "capture step" in text
+    assert "Not among all together: adamw=loop, because adamw=foreach is faster." in text
+    [line] = [line for line in text.splitlines() if line.startswith("compile=block")]
+    assert line.split()[1:8] == ["400.0", "350.0", "600.0", "500.0", "400.0", "600.0", "faster"]
+    assert line.split()[8] == "yes"
+    assert "capture=step" in text
     assert '"measured_gain_s": 0.5' in json_text([table])
 
 

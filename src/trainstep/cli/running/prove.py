@@ -198,7 +198,14 @@ def _prove(
     config = planned_config(record.workload, record.config)
     start = start_of(record.workload, config)
     predict = predictor(config, one.calibration, budget.measured_s)
-    changes = candidates(budget, config, predict, precisions=request.precisions, batch_sizes=request.batch_sizes)
+    changes = candidates(
+        budget,
+        config,
+        predict,
+        precisions=request.precisions,
+        batch_sizes=request.batch_sizes,
+        gpu_memory_bytes=here.gpu_memory_bytes if config.run.device == "cuda" else None,
+    )
     if not how.allow_mixed:
         check_same_place(store, here)
     lab = lab_of(store, bounds, how, str(record.config["device"]), began_s=began_s)

@@ -4,9 +4,10 @@ explain/script_changes.py decides which changes are tried, explain/prove.py what
 measure/run/changed/script_lab.py runs the processes.
 """
 
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.script import text_of_changes
 from trainstep.explain.proof import Candidate, Proof
 from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates
-from trainstep.explain.script_patch import lines_to_write, patch_of
+from trainstep.explain.script_patch import Keyword, keywords_of_changes, keywords_of_pages, lines_to_write, patch_of
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.measure.machine.environment import cores
 from trainstep.measure.run.changed.script_command import ScriptCommand, command_of
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _STEPS = 40
 _LEAST_STEPS = 8
 """The fewest steps of a process: four of them are warm-ups, one of these after the turn begins."""
+_SUGGESTED = "The lines are those of the causes' pages, with predicted gains; none of their values was measured here."
 
 
 def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOptions, began_s: float) -> int:
@@ -72,7 +74,7 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
         for line in _before_words(one, command, f"{steps} steps{' or more' if lab.may_share else ''}", str(store.path)):
             tell(line, how)
         proof, _ = _measured(one, lab, request, how)
-        proof.untried += _unfinished(proof, lab)
+        proof.unfinished = _unfinished(proof, lab)
     return _show(one, proof, lab, how)
 
 
@@ -139,17 +141,17 @@ def _place(record: Record, first: Record | None, precision: str | None, batch_si
 
 
 def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int:
-    """Print what was proved, the command of the winning changes and the patch; write the page. Returns the exit code."""
+    """Print what was proved, the command of the winning changes and their patch; write the page. Returns the exit code."""
     best = proof.best
+    won = {} if best is None else lab.changes({**proof.start, **best.candidate.fields})
     command = None
-    if best is not None:
-        changes = text_of_changes(lab.changes({**proof.start, **best.candidate.fields}))
-        command = shlex.join(["trainstep", "run", "--apply", changes, *lab.command.words])
+    if won:
+        command = shlex.join(["trainstep", "run", "--apply", text_of_changes(won), *lab.command.words])
     to_write = lines_to_write(one.budget)
-    patch = _patch(lab.command.record, [item.cause for item in to_write])
+    patch, left_out = _winning_patch(lab.command, won)
     answer = proof_answer(one.label, proof, command=command)
     answers = [answer, *explain_answers([one])]
-    lines = [script_table(one, to_write)] if to_write else []
+    lines = [script_table(one, to_write, note=_SUGGESTED)] if to_write else []
     tables = [*([proof_table(one, proof)] if proof.singles else []), *lines, *explain_tables([one])]
     show_found(answers, tables, as_json=how.json, every=how.every, for_programs=[*tables, patch_table(one, patch)])
     stream = sys.stderr if how.json else sys.stdout
@@ -160,7 +162,8 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
         write_proof_page(one, sections, answers, how.page)
     with outliving_reader(stream):
         if patch and not how.json:
-            print(f"\nThe same by lines of the script, where its calls were recognised:\n{visible(patch)}", file=stream)
+            but = f" without {text_of_changes(left_out)}" if left_out else ""
+            print(f"\nThe winning changes{but} by lines of the script:\n{visible(patch)}", file=stream)
         if command is not None and not how.json:
             print(f"\nThe winning changes:\n{visible(command)}\n", file=stream)
         print(f"records: {lab.store.path}", file=stream)
@@ -171,7 +174,7 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
             file=stream,
             flush=True,
         )
-    if proof.untried:
+    if proof.untried or proof.unfinished:
         return UNFINISHED
     return FAULTED if proof.trouble else 0
 
@@ -179,7 +182,9 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
 def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
     """Show the lines of each cause's page, for a script that cannot be started again. Returns the exit code."""
     to_write = lines_to_write(one.budget)
-    patch = _patch(one.row.record, [item.cause for item in to_write])
+    folder = str(one.row.record.fact("script_folder", ""))
+    file = os.path.join(folder, str(one.row.record.config["script"]))
+    patch = _patch(folder, file, keywords_of_pages([item.cause for item in to_write]))
     answers = [script_answer(one, to_write, patch, reason), *explain_answers([one])]
     tables = [script_table(one, to_write), *explain_tables([one])]
     for_programs = [*tables, patch_table(one, patch)]
@@ -194,11 +199,20 @@ def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
     return FAULTED
 
 
-def _patch(record: Record, causes: Sequence[str]) -> str:
-    """The patch of the script as it is now; empty if it is not here."""
-    script = str(record.config["script"])
+def _winning_patch(command: ScriptCommand, won: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The patch that does the same as the changes that won, and those of them that it cannot make."""
+
+    def patch(changes: Mapping[str, str]) -> str:
+        return _patch(command.folder, command.file, keywords_of_changes(changes))
+
+    return patch(won), {name: value for name, value in won.items() if not patch({name: value})}
+
+
+def _patch(folder: str, file: str, keywords: Sequence[Keyword]) -> str:
+    """The patch of the script as it is now, to apply in the run's folder; empty if the script is not here."""
     try:
-        text = read_file(Path(str(record.fact("script_folder", ""))) / script).decode()
-    except (OSError, ValueError):  # `-m module`, another machine's path, or no text
+        text = read_file(Path(file)).decode()
+    except (OSError, ValueError):  # `-m module` that is not started here, another machine's path, or no text
         return ""
-    return patch_of(script.lstrip("/"), text, causes)
+    inside = os.path.relpath(os.path.realpath(file), os.path.realpath(folder))
+    return patch_of(file.lstrip("/") if inside.startswith("..") else inside, text, keywords)

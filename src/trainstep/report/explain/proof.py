@@ -8,6 +8,7 @@ from typing import Any
 from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.proof import AGAIN, TOGETHER, Proof, Tried
 from trainstep.plan.time.interval import Interval
+from trainstep.plan.trials import ANOTHER_LOSS
 from trainstep.records.record import Environment
 from trainstep.report.explain.budgets import Explained, span_words
 from trainstep.report.kit.answer import Answer
@@ -26,9 +27,9 @@ TIMING_FIELDS = frozenset(
 
 def proof_answer(label: str, proof: Proof, out_config: str | None = None, command: str | None = None) -> Answer:
     """The answer: what was proved, how many predictions held, and how to use it. `command`: runs the script with the changes."""
-    left = (
-        f" The budget is spent; the same command goes on. Not tried: {listed(proof.untried)}." if proof.untried else ""
-    )
+    left = " The budget is spent; the same command goes on." if proof.untried or proof.unfinished else ""
+    left += f" Not tried: {listed(proof.untried)}." if proof.untried else ""
+    left += f" Not finished: {listed(proof.unfinished)}." if proof.unfinished else ""
     best = proof.best
     use = ""
     if best is not None:
@@ -47,7 +48,6 @@ def _verdict(proof: Proof) -> str:
         return f"nothing was proved, because the original cannot be used: {proof.trouble}"
     if proof.start_s is None:
         return "nothing was tried yet."
-    compared = [tried for tried in proof.singles if tried.step.comparison]
     best = proof.best
     if best is None:
         refuted = [tried.candidate.name for tried in proof.helped]
@@ -56,8 +56,7 @@ def _verdict(proof: Proof) -> str:
         if proof.promising:
             seem = listed([tried.candidate.name for tried in proof.promising])
             return f"{seem} seemed faster, without a verdict so far, and nothing else was."
-        count = len(compared)
-        return f"of {count} change{'' if count == 1 else 's'} that {'was' if count == 1 else 'were'} compared, none is faster."
+        return _none_words(proof)
     gain = best.measured(proof.measured_s)
     assert gain is not None, "what helped was compared"
     per = " per token" if "batch_size" in best.candidate.fields else ""
@@ -78,6 +77,19 @@ def _verdict(proof: Proof) -> str:
     )
 
 
+def _none_words(proof: Proof) -> str:
+    """`of 2 changes that were compared, none is faster. workers=2 is refused: another loss.`"""
+    compared = [known for tried in proof.singles if (known := tried.step.comparison) and known.ratio is not None]
+    hopeless = [tried for tried in proof.singles if tried.step.word == "slower" and not tried.step.comparison]
+    decided = len([known for known in compared if not known.is_cut_off]) + len(hopeless)
+    words = f"of {decided} change{'' if decided == 1 else 's'} that {'was' if decided == 1 else 'were'} compared, none is faster"
+    if not decided:
+        words = "no comparison was finished" if compared else "no change could be compared"
+    refused = [tried.candidate.name for tried in proof.singles if tried.step.word == ANOTHER_LOSS]
+    verb = "is" if len(refused) == 1 else "are"
+    return f"{words}." + (f" {listed(refused)} {verb} refused: {ANOTHER_LOSS}." if refused else "")
+
+
 def _held_words(proof: Proof) -> str:
     """` Of 3 predicted gains that were measured, 2 held.`"""
     words = [word for tried in proof.singles if (word := tried.held(proof.measured_s))]
@@ -90,7 +102,7 @@ def _held_words(proof: Proof) -> str:
 
 
 def _fields_words(tried: Tried) -> str:
-    return listed([f"{name} {value}" for name, value in tried.candidate.fields.items()])
+    return listed([f"{name}={value}" for name, value in tried.candidate.fields.items()])
 
 
 def proof_table(one: Explained, proof: Proof) -> Table:

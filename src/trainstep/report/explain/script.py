@@ -22,8 +22,8 @@ def script_answer(one: Explained, to_write: list[ToWrite], patch: str, reason: s
     )
 
 
-def script_table(one: Explained, to_write: list[ToWrite]) -> Table:
-    """A line for each finding: the predicted gain, where it was seen, and the lines of its page."""
+def script_table(one: Explained, to_write: list[ToWrite], note: str = "") -> Table:
+    """A line for each finding: the predicted gain, where it was seen, and the lines of its page. `note`: stands with the table."""
     columns = [
         Column("cause", TEXT, "title", names=True),
         Column("predicted (ms)", MS, "predicted_gain_s", help="gain that explain predicts"),
@@ -50,7 +50,7 @@ def script_table(one: Explained, to_write: list[ToWrite]) -> Table:
     ]
     raw = [{"cell": one.label, **line} for line in lines]
     rows = [Line(one.row, line) for line in lines]
-    return Table.of(f"What to write: {one.label}", rows, columns, raw=raw)
+    return Table.of(f"What to write: {one.label}", rows, columns, note=note, raw=raw)
 
 
 def patch_table(one: Explained, patch: str) -> Table:

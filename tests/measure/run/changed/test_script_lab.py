@@ -498,6 +498,26 @@ def test_without_room_for_all_together_the_budget_goes_to_the_fastest(tmp_path: 
     assert lab.compare({}, {"pin_memory": "on"}, 0).is_cut_off
 
 
+@pytest.mark.parametrize(("budget_s", "rounds"), [(185.0, 1), (1000.0, 2)])
+def test_what_clearly_lost_a_round_gives_way_to_what_gained_where_time_is_short(
+    budget_s: float, rounds: int, tmp_path: Path
+):
+    """A process takes 10 s. Two rounds of all and the others of the workers would take 190 s."""
+    times_s = {"workers=2": 0.475, "copies=non_blocking": 1.3, "mask=causal": 1.1, "pin_memory=on": 1.01}
+    lab = FakeLab(tmp_path, lambda text: times_s.get(text, 1.0))
+    lab.may_share = False
+    lab.first()
+    lab._note_time = lambda record: None
+    lab._starts_s, lab._turns_s, lab._turns_of = [10.0], [10.0], {}
+    lab._is_spent = lambda next_s: 10.0 * len(lab.started) + next_s > budget_s
+    lab.measure_in_rounds([{name: value} for name, _, value in (text.partition("=") for text in times_s)])
+    assert [lab.started.count(text) for text in times_s] == [6, rounds, rounds, 2], "1.01 may be noise"
+    assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
+    assert lab.compare({}, {"mask": "causal"}, 0).is_cut_off is (rounds == 1)
+    words = "no further rounds now of copies=non_blocking, mask=causal, slower in the first, as workers=2 gained in it"
+    assert any(words in line for line in lab.said) is (rounds == 1)
+
+
 def test_what_was_given_up_is_not_cut_off(tmp_path: Path):
     lab = FakeLab(tmp_path, lambda text: 0.995 if text else 1.0)
     lab.first()

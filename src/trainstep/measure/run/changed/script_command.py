@@ -15,6 +15,8 @@ class ScriptCommand:
     words: tuple[str, ...]
     """The words of `trainstep run` after its own options: the script and its arguments."""
     folder: str
+    file: str
+    """Path of the script, or of the module's file."""
     ranks: int
     source: str
     """SHA-256 of the script as it is now."""
@@ -53,6 +55,7 @@ def command_of(record: Record) -> ScriptCommand:
     return ScriptCommand(
         words=words,
         folder=folder,
+        file=script.file,
         ranks=ranks,
         source=script.source,
         changed=bool(known) and known != script.source,

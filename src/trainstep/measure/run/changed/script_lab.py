@@ -43,6 +43,8 @@ FEWEST_PAIRS = MINIMUM_PAIRS + 1
 _TRIED_PAIRS = 2
 _LEAST_GAIN, _LEAST_GAIN_SHARED = 0.02, 0.01
 """The least gain where processes have one window, and where they have several. [Note: futility]"""
+_CLEARLY = 1.05
+"""A round decides which changes give way, if one takes so many times the original's time and another so many times less."""
 _ORIGINAL = "the original"
 _FUTILE = "not {least:.0f} % faster in either of the first {pairs} pairs, so it was not compared further"
 
@@ -84,13 +86,16 @@ class ScriptLab(ScriptProcesses):
         [Note: the budget] While two changes may help, the budget keeps room for one last comparison, of all changes that helped
         together. If it lacks room for both that comparison and further rounds of all changes that may help, the rounds end after
         the first two and the comparison decides: it has all of its pairs, in fresh processes, which is worth more than one change
-        with all of its rounds.
+        with all of its rounds. Where the first two rounds do not start together, what clearly lost the first gives way
+        to what clearly gained, if time is short: losers would take the windows that a verdict of the others needs.
         """
         self._in_rounds = {self.key_of(options): options for options in tried}
         left, pair = list(tried), 0
         while pair < self._pairs:
             if pair >= _TRIED_PAIRS:
                 left = [options for options in left if not self._given_up(options)]
+            elif pair:
+                left = self._without_losers(left, pair)
             to_come = self._coming(left, pair)
             has_room = self._affordable(left, to_come)
             if pair >= _TRIED_PAIRS and len(has_room) < len(left) and self._can_end_together(left):
@@ -206,6 +211,21 @@ class ScriptLab(ScriptProcesses):
                 break
             best.pop()
         return [options for options in left if options in best]
+
+    def _without_losers(self, left: Sequence[Options], pair: int) -> list[Options]:
+        """Without the changes that clearly lost so far, if others clearly gained and time is short. [Note: the budget]"""
+        ratios = {self.key_of(options): self._ratios(options) for options in left}
+        losers = [options for options in left if min(ratios[self.key_of(options)], default=1.0) > _CLEARLY]
+        winners = [options for options in left if max(ratios[self.key_of(options)], default=1.0) < 1 / _CLEARLY]
+        if not losers or not winners:
+            return list(left)
+        missing = self._lacking(left, pair)
+        missing += [role for later in range(pair + 1, self._pairs) for role in self._lacking(winners, later)]
+        if not self._is_spent(self._expected_s([options for options, _ in missing]) + self.comparison_s({})):
+            return list(left)
+        names = [", ".join(text_of_changes(self.changes(options)) for options in group) for group in (losers, winners)]
+        self._say("time is short: no further rounds now of {}, slower in the first, as {} gained in it".format(*names))
+        return [options for options in left if options not in losers]
 
     def _can_end_together(self, left: Sequence[Options]) -> bool:
         """Whether two of these may help, and there is time to compare them together."""
