@@ -247,7 +247,7 @@ def test_of_a_script_the_lines_and_a_patch_are_shown(capsys: pytest.CaptureFixtu
     assert out.startswith("train.py: nothing was measured: the record is of a watch in code")
     assert "DataLoader(..., num_workers=N, persistent_workers=True, prefetch_factor=4)" in out
     assert (
-        "+loader = DataLoader(dataset, batch_size=4, num_workers=8, persistent_workers=True, prefetch_factor=4)" in out
+        "+loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True, prefetch_factor=4)" in out
     )
     rows = json.loads(shown(capsys, "--json", command=command, code=3))["rows"]
     assert [row["cause"] for row in rows if row["kind"] == "to write"] == ["data"]

@@ -28,17 +28,17 @@ def test_the_patch_applies_and_is_what_the_pages_say(tmp_path: Path):
     patch = patch_of(
         "train.py",
         SCRIPT,
-        keywords_of_pages(["data", "host_copies", "optimizer", "recompiles", "synchronisations"]),
+        keywords_of_pages(["data", "host_copies", "optimizer", "recompiles", "synchronisations"], workers=6),
     )
     (tmp_path / "train.py").write_text(SCRIPT)
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.encode(), check=True)
     text = (tmp_path / "train.py").read_text()
-    assert "batch_size=4, num_workers=8, persistent_workers=True, prefetch_factor=4, pin_memory=True,  # small" in text
+    assert "batch_size=4, num_workers=6, persistent_workers=True, prefetch_factor=4, pin_memory=True,  # small" in text
     assert "AdamW(model.parameters(), lr=3e-4, fused=True)" in text
     assert "torch.compile(model.to(device), dynamic=True)" in text
     assert 're.compile("x")' in text
     assert "{name: value.to(device, non_blocking=True) for name" in text
-    assert patch_of("train.py", text, keywords_of_pages(_KEYWORDS)) == ""
+    assert patch_of("train.py", text, keywords_of_pages(_KEYWORDS, workers=6)) == ""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_patch_applies_and_is_what_the_pages_say(tmp_path: Path):
 )
 def test_what_is_given_or_unsure_stays_as_it_is(text: str):
     causes = ["optimizer", "data"] if "model" not in text else ["host_copies"]
-    assert patch_of("train.py", text, keywords_of_pages(causes)) == ""
+    assert patch_of("train.py", text, keywords_of_pages(causes, workers=6)) == ""
 
 
 def test_measured_changes_have_the_values_that_were_measured_and_what_no_keyword_makes_is_left_out():
@@ -72,7 +72,7 @@ def test_measured_changes_have_the_values_that_were_measured_and_what_no_keyword
 
 def test_an_empty_call_gets_its_keywords():
     assert "+optimizer = AdamW(fused=True)" in patch_of(
-        "train.py", "optimizer = AdamW()\n", keywords_of_pages(["optimizer"])
+        "train.py", "optimizer = AdamW()\n", keywords_of_pages(["optimizer"], workers=6)
     )
 
 

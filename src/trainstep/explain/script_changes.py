@@ -108,9 +108,14 @@ def place_of(record: Record) -> ScriptPlace:
     )
 
 
+def workers_for(cores: int, *, ranks: int) -> int:
+    """Workers to try of each rank's loader: as many as the rank has cores, but from 2 to 8."""
+    return max(2, min(_MOST_WORKERS, cores // ranks))
+
+
 def _filled(change: Mapping[str, str], place: ScriptPlace) -> dict[str, str]:
-    """The change with its number of workers filled in: as many as each rank has cores, but from 2 to 8."""
-    workers = str(max(2, min(_MOST_WORKERS, place.cores // place.ranks)))
+    """The change with its number of workers filled in."""
+    workers = str(workers_for(place.cores, ranks=place.ranks))
     return {name: workers if name == "workers" else value for name, value in change.items()}
 
 

@@ -1,7 +1,7 @@
 """The lines to write in a user's own script, from each finding's page, and a patch where calls are recognised.
 
     lines_to_write(budget)                                          # a line or more for each finding, with its place
-    patch_of("train.py", text, keywords_of_pages(["data"]))         # unified diff, as `git apply` takes it, or ""
+    patch_of("train.py", text, keywords_of_pages(["data"], workers=8))         # unified diff, as `git apply` takes it, or ""
     patch_of("train.py", text, keywords_of_changes({"workers": "2"}))       # with the values that a proof measured
 
 The patch is shown and never applied, because a program cannot know what the script intends. It only adds keywords to calls: those
@@ -52,7 +52,7 @@ class Keyword(NamedTuple):
 
 
 _KEYWORDS: Mapping[str, Sequence[Keyword]] = {
-    "data": (Keyword("DataLoader", "num_workers=8, persistent_workers=True, prefetch_factor=4", {"num_workers"}),),
+    "data": (Keyword("DataLoader", "num_workers=N, persistent_workers=True, prefetch_factor=4", {"num_workers"}),),
     "host_copies": (
         Keyword("DataLoader", "pin_memory=True", {"pin_memory"}),
         Keyword("to", "non_blocking=True", {"non_blocking"}, in_loop=True),
@@ -63,9 +63,10 @@ _KEYWORDS: Mapping[str, Sequence[Keyword]] = {
 """Cause -> what its page adds to a call."""
 
 
-def keywords_of_pages(causes: Iterable[str]) -> list[Keyword]:
-    """What the causes' pages add to calls; nobody has measured it in this script."""
-    return [keyword for cause in causes for keyword in _KEYWORDS.get(cause, ())]
+def keywords_of_pages(causes: Iterable[str], *, workers: int) -> list[Keyword]:
+    """What the causes' pages add to calls, with so many workers of a loader; nobody has measured it in this script."""
+    found = [keyword for cause in causes for keyword in _KEYWORDS.get(cause, ())]
+    return [keyword._replace(keywords=keyword.keywords.replace("=N,", f"={workers},")) for keyword in found]
 
 
 def keywords_of_changes(changes: Mapping[str, str]) -> list[Keyword]:

@@ -18,7 +18,7 @@ from trainstep.cli.running.prove import Request, measure, proof_store, same_mach
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.script import text_of_changes
 from trainstep.explain.proof import Candidate, Proof
-from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates
+from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates, workers_for
 from trainstep.explain.script_patch import Keyword, keywords_of_changes, keywords_of_pages, lines_to_write, patch_of
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.measure.machine.environment import cores
@@ -184,7 +184,8 @@ def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
     to_write = lines_to_write(one.budget)
     folder = str(one.row.record.fact("script_folder", ""))
     file = os.path.join(folder, str(one.row.record.config["script"]))
-    patch = _patch(folder, file, keywords_of_pages([item.cause for item in to_write]))
+    workers = workers_for(one.row.record.environment.cores, ranks=one.row.record.config.get("ranks", 1))
+    patch = _patch(folder, file, keywords_of_pages([item.cause for item in to_write], workers=workers))
     answers = [script_answer(one, to_write, patch, reason), *explain_answers([one])]
     tables = [script_table(one, to_write), *explain_tables([one])]
     for_programs = [*tables, patch_table(one, patch)]
