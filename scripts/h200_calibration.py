@@ -114,37 +114,26 @@ _BACKWARD = ("bwd", "bprop", "dot_do_o", "convert_dq")
 
 
 def _torchs_attention() -> Iterator[Row]:
-    """The attention that torch chooses, by its kernels in the built-in model's eager steps (sdpa_kernels.py, two blocks)."""
-    times_s: dict[tuple[str, int, str], float] = {}
+    """The attention that torch chooses, by its kernels in the built-in model's eager steps (sdpa_kernels.py), but for medium."""
+    times_s: dict[tuple[int, int, int, str], float] = {}
     with (RECORDS / "sdpa_kernels.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            if (
-                row["attention"] == "sdpa"
-                and row["precision"] == "bf16_autocast"
-                and row["compile"] == row["capture"] == "none"
-            ):
+            case = [row[name] for name in ("attention", "precision", "compile", "capture")]
+            if case == ["sdpa", "bf16_autocast", "none", "none"] and row["size"] != "medium":
                 direction = "backward" if any(word in row["kernel"] for word in _BACKWARD) else "forward"
-                key = (row["size"], int(row["context"]), direction)
-                times_s[key] = times_s.get(key, 0.0) + float(row["us"]) * int(row["calls"]) / _PROFILED_BLOCKS / 1e6
-    for (size, context, direction), time_s in times_s.items():
-        if size not in _HEADS:
-            continue
-        heads, width = _HEADS[size]
+                key = (int(row["batch"]) * int(row["heads"]), int(row["context"]), int(row["head_dim"]), direction)
+                times_s[key] = times_s.get(key, 0.0) + float(row["us"]) * int(row["calls"]) / 1e6
+    for (batch_heads, context, head_dim, direction), time_s in times_s.items():
         yield {
             "implementation": "sdpa",
             "dtype": "bf16",
             "direction": direction,
-            "batch_heads": heads * min(_PROFILED_BATCH, max(1, _PROFILED_TOKENS // context)),
+            "batch_heads": batch_heads,
             "context": context,
-            "head_dim": width,
+            "head_dim": head_dim,
             "time_s": time_s,
-            "source": f"sdpa_kernels.csv {size} {context}",
+            "source": "sdpa_kernels.csv",
         }
-
-
-_PROFILED_BLOCKS, _PROFILED_BATCH, _PROFILED_TOKENS = 2, 4, 32_768
-_HEADS = {"small": (12, 64), "large": (20, 64), "2.7B": (32, 80), "8B": (32, 128)}
-"""Of sdpa_kernels.py; medium's heads are left out."""
 
 
 def _optimizers() -> Iterator[Row]:

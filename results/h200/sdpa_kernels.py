@@ -2,9 +2,9 @@
 
     python results/h200/sdpa_kernels.py runs/sdpa_kernels.csv      # one GPU; two minutes
 
-Two blocks with the heads of each size and a vocabulary of 1,000 words, causal, batch 4 (fewer where 32,768 tokens are more than
-four sequences), with the attention that torch chooses (sdpa), and with flash's and cuDNN's alone. Three steps are profiled behind
-three others. A row is a kernel of attention: its calls in a step, and the median of its times in microseconds.
+Two blocks with the heads of each size and a vocabulary of 1,000 words, causal, batch 4 (fewer where four sequences would have
+more than 32,768 tokens), with the attention that torch chooses (sdpa), and with flash's and cuDNN's alone. Three steps are profiled
+after three others. A row is a kernel of attention: its calls in a block, and the median of its times in microseconds.
 """
 
 import argparse
@@ -23,7 +23,7 @@ HEADS = {"small": (12, 64), "medium": (16, 64), "large": (20, 64), "2.7B": (32, 
 """Size -> heads and their width."""
 CONTEXTS = (256, 1024, 2048, 4096, 32_768)
 ATTENTIONS = ("sdpa", "sdpa_flash", "sdpa_cudnn")
-TOKENS, BATCH, WARMUPS, STEPS = 32_768, 4, 3, 3
+TOKENS, BATCH, BLOCKS, WARMUPS, STEPS = 32_768, 4, 2, 3, 3
 WORDS = ("flash", "cudnn", "fmha", "sdpa")
 """What the names of attention's kernels have in them."""
 Case = dict[str, Any]
@@ -40,13 +40,16 @@ def cases() -> Iterator[Case]:
             yield {**start, "context": context, **options}
 
 
+def batch_of(case: Case) -> int:
+    return min(BATCH, max(1, TOKENS // int(case["context"])))
+
+
 def kernels_us(case: Case, attention: str) -> dict[str, list[float]]:
     """Kernel of attention -> the microseconds of each of its calls in the profiled steps."""
     heads, width = HEADS[case["size"]]
     options = {name: value for name, value in case.items() if name != "size"}
-    shape = {"d_model": heads * width, "d_ff": 4 * heads * width, "heads": heads, "layers": 2, "vocab_size": 1000}
-    batch_size = min(BATCH, max(1, TOKENS // case["context"]))
-    run = build_run({**shape, **options, "batch_size": batch_size, "attention": attention, "device": "cuda"})
+    shape = {"d_model": heads * width, "d_ff": 4 * heads * width, "heads": heads, "layers": BLOCKS, "vocab_size": 1000}
+    run = build_run({**shape, **options, "batch_size": batch_of(case), "attention": attention, "device": "cuda"})
     torch.compiler.reset()  # blocks of other shapes are no recompilations of these
     assembly = build_step(run)
     for index in range(WARMUPS):
@@ -71,18 +74,19 @@ def main() -> None:
         parser.error("it needs a GPU")
     with open(asked.file, "w", newline="") as file:
         rows = csv.writer(file)
-        names = ["size", "context", "precision", "compile", "capture"]
-        rows.writerow([*names, "attention", "kernel", "calls", "us"])
+        names = ["context", "precision", "compile", "capture"]
+        rows.writerow(["size", "batch", "heads", "head_dim", *names, "attention", "kernel", "calls", "us"])
         for case in cases():
             for attention in ATTENTIONS:
-                label = [*(case[name] for name in names), attention]
+                size = case["size"]
+                label = [size, batch_of(case), *HEADS[size], *(case[name] for name in names), attention]
                 try:
                     found = kernels_us(case, attention)
                 except (RuntimeError, ValueError) as error:  # a kernel that does not take this shape
                     print(*label, "does not run:", str(error).splitlines()[0][:100], flush=True)
                     continue
                 for kernel, each in sorted(found.items()):
-                    rows.writerow([*label, kernel[:90], len(each) // STEPS, f"{statistics.median(each):.1f}"])
+                    rows.writerow([*label, kernel[:90], len(each) // STEPS // BLOCKS, f"{statistics.median(each):.1f}"])
                 print(
                     *label,
                     {kernel[:40]: f"{statistics.median(each):.1f} us" for kernel, each in found.items()},

@@ -472,7 +472,7 @@ def test_less_recomputation_is_tried_as_far_as_plan_says_that_the_step_fits():
     assert (name, less.gain, less.refusal) == ("recompute=selective", advised.gain, "")
     [(name, none)] = found(2**30).items()
     assert (name, none.gain) == ("recompute=none", None)
-    assert none.refusal == f"without it the step would need {needed['none'] / 2**30:,.0f} GiB of the GPU's 1"
+    assert none.refusal == f"without recomputation the step would need {needed['none'] / 2**30:,.0f} GiB of the GPU's 1"
 
 
 def test_on_a_cpu_capture_is_impossible_and_a_finding_predicts_what_plan_cannot():

@@ -9,13 +9,17 @@ from sources import ROOT
 from trainstep.config.parsing import build_run
 from trainstep.explain.budget import step_budget
 from trainstep.explain.evidence import Evidence, evidence_of
-from trainstep.explain.room import with_room
+from trainstep.explain.room import what_fits
 from trainstep.plan.prediction import predict
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import shipped
 from trainstep.records.store import Store
 
 NONE = {"recompute": "none"}
+
+
+def fitting(evidence: Evidence, change: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    return what_fits(evidence.config, evidence.gpu_memory_bytes, change)
 
 
 def a_step(gib: float | None, **run: Any) -> Evidence:
@@ -34,14 +38,14 @@ def needed_gib(**run: Any) -> float:
 def test_the_least_recomputation_that_fits_takes_the_place_of_none():
     sizes = {mode: needed_gib(recompute=mode) for mode in ("none", "selective", "narrow", "block")}
     assert sizes["none"] > sizes["selective"] > sizes["narrow"] > sizes["block"]
-    whole = f"; without it the step would need {sizes['none']:,.0f} GiB of the GPU's"
+    whole = f"without recomputation the step would need {sizes['none']:,.0f} GiB of the GPU's"
     for memory, change in (
         (sizes["none"] + 1, NONE),
         (sizes["selective"], {"recompute": "selective"}),
         (sizes["narrow"], {"recompute": "narrow"}),
         (sizes["block"], {}),
     ):
-        assert with_room(a_step(memory, recompute="block"), NONE) == (
+        assert fitting(a_step(memory, recompute="block"), NONE) == (
             change,
             "" if change == NONE else f"{whole} {memory:,.0f}",
         )
@@ -50,7 +54,7 @@ def test_the_least_recomputation_that_fits_takes_the_place_of_none():
 def test_narrow_blocks_are_given_up_if_those_have_room():
     run = {"recompute": "selective", "narrow_blocks": 10}
     memory = needed_gib(recompute="selective")
-    assert with_room(a_step(memory, **run), {**NONE, "narrow_blocks": 0})[0] == {"narrow_blocks": 0}
+    assert fitting(a_step(memory, **run), {**NONE, "narrow_blocks": 0})[0] == {"narrow_blocks": 0}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_narrow_blocks_are_given_up_if_those_have_room():
     ids=["unknown GPU", "another change", "a script", "a model of the user's"],
 )
 def test_what_plan_does_not_know_is_advised_as_before(evidence: Evidence, change: dict[str, str]):
-    assert with_room(evidence, change) == (change, "")
+    assert fitting(evidence, change) == (change, "")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_no_advice_for_a_recorded_8b_step_needs_more_than_its_gpu_has(recompute:
     record = next(record for record in records if record.config["recompute"] == recompute)
     budget = step_budget(evidence_of(record), shipped("NVIDIA H200"))
     [finding] = [finding for finding in budget.findings if finding.cause == "recomputation"]
-    assert "without it the step would need 1" in finding.evidence
+    assert "without recomputation the step would need 1" in finding.evidence
     assert "GiB of the GPU's 140" in finding.evidence
     assert finding.change == change
     assert (finding.gain.time_s > 0) is bool(change)

@@ -40,7 +40,7 @@ from trainstep.explain.changes import ALL_BLOCKS, change_of
 from trainstep.explain.evidence import ATTENTION_MATMUL, CASTS, HOST_COPIES, MEMORY, Evidence, Place, taken_from
 from trainstep.explain.floor import ATTENTION, MATMUL, MESSAGES, OPTIMIZER, SIXTEEN_BITS, changed, floor_of
 from trainstep.explain.gain import expected_share, gain_of, merged_share, no_gain_words
-from trainstep.explain.room import with_room
+from trainstep.explain.room import what_fits
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
@@ -129,7 +129,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
             continue
         half_s = parts.half_width_s(cause, excess_s)
         change, is_taken = change_of(parts.config, cause)
-        change, no_room = with_room(evidence, change)
+        change, no_room = what_fits(parts.config, evidence.gpu_memory_bytes, change)
         most_s = max(excess_s, evidence.measured_s - sum(parts.floor.values()))
         high_s = min(most_s, excess_s + half_s)
         excess = Interval(time_s=excess_s, low_s=max(0.0, excess_s - half_s), high_s=high_s)
@@ -149,7 +149,7 @@ def step_budget(evidence: Evidence, calibration: Calibration | None) -> Budget:
                 cause=cause,
                 excess=excess,
                 gain=gain,
-                evidence=parts.words.get(cause, "") + no_room + no_gain_words(gain, after),
+                evidence=parts.words.get(cause, "") + (f"; {no_room}" if no_room else "") + no_gain_words(gain, after),
                 times_s=parts.times.get(cause, {}),
                 change=change,
                 is_taken=is_taken,

@@ -23,11 +23,10 @@ from trainstep.config.run import RunConfig
 from trainstep.config.script import text_of_changes
 from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
-from trainstep.explain.evidence import Evidence
 from trainstep.explain.floor import changed
 from trainstep.explain.gain import predicted_gain
 from trainstep.explain.proof import AGAIN, BATCH, BATCH_CAUSE, TOGETHER, Candidate, Proof, Tried, in_order, ratio_of
-from trainstep.explain.room import with_room
+from trainstep.explain.room import what_fits
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.time.step_time import step_time
@@ -110,13 +109,12 @@ def candidates(
     ]
     changes += [(BATCH_CAUSE, {BATCH: size}) for size in batch_sizes if size != config.run.batch_size]
     all_candidates = []
-    evidence = Evidence(measured_s=budget.measured_s, config=config, gpu_memory_bytes=gpu_memory_bytes)
     for cause, change in changes:
-        fits, no_room = with_room(evidence, change)
+        fits, no_room = what_fits(config, gpu_memory_bytes, change)
         fields = fits or change
         own_gain = next((finding.gain for finding in open_findings if finding.change == fields), None)
         gain = own_gain or predict(fields) or (None if BATCH in fields else gain_by_cause.get(cause))
-        refusal = _refusal(config, fields, precisions) if fits else no_room.removeprefix("; ")
+        refusal = _refusal(config, fields, precisions) if fits else no_room
         all_candidates.append(Candidate(fields=fields, cause=cause, gain=gain if fits else None, refusal=refusal))
     return in_order(all_candidates)
 

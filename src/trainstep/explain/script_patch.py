@@ -72,13 +72,14 @@ def keywords_of_pages(causes: Iterable[str], *, workers: int) -> list[Keyword]:
 def keywords_of_changes(changes: Mapping[str, str]) -> list[Keyword]:
     """What does the same as these changes of `--apply`, with their values. A change that no keyword makes adds nothing."""
     pinned, copied = _KEYWORDS["host_copies"]
-    workers = f"num_workers={changes.get('workers')}, persistent_workers=True"
     known = {
-        ("workers", changes.get("workers")): Keyword("DataLoader", workers, {"num_workers"}),
         ("pin_memory", "on"): pinned,
         ("copies", "non_blocking"): copied,
         ("adamw", "fused"): _KEYWORDS["optimizer"][0],
     }
+    if "workers" in changes:
+        workers = f"num_workers={changes['workers']}, persistent_workers=True"
+        known["workers", changes["workers"]] = Keyword("DataLoader", workers, {"num_workers"})
     return [known[change] for change in changes.items() if change in known]
 
 

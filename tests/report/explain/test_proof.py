@@ -80,7 +80,7 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
         (Proof(start=START, measured_s=1.0, untried=["compile=block"]), "nothing was tried yet. The budget is spent"),
         (
             a_proof(FUSED),
-            "of 1 change that was compared, none is faster. Of 1 predicted gain that was measured, 0 held.",
+            "of 1 change that was decided, none is faster. Of 1 predicted gain that was measured, 0 held.",
         ),
         (a_proof(), "no change could be compared."),
         (
@@ -88,8 +88,8 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
             "no change could be compared. workers=2 is refused: another loss. The budget is spent; the same command goes on. Not "
             "tried: compile=block.",
         ),
-        (a_proof(HOPELESS, FUSED), "of 2 changes that were compared, none is faster."),
-        (a_proof(FUSED, cut_off(1.2, adamw="fused")), "of 1 change that was compared, none is faster."),
+        (a_proof(HOPELESS, FUSED), "of 2 changes that were decided, none is faster."),
+        (a_proof(FUSED, cut_off(1.2, adamw="fused")), "of 1 change that was decided, none is faster."),
         (
             a_proof(cut_off(1.2, workers="2"), untried=["compile=block", "adamw=fused"], unfinished=["workers=2"]),
             "no comparison was finished. The budget is spent; the same command goes on. Not tried: compile=block and adamw=fused. "

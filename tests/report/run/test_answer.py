@@ -134,7 +134,7 @@ def test_what_explain_finds_is_suggested_where_it_takes_most(excess_s: float, is
     facts = {"inspected_step": 5, "profiled_step_s": 0.01}
     suggestion = answer_of(a_run(tables={"classes": CLASSES, "patterns": patterns}, facts=facts)).suggestion
     attention = (
-        "First of the excesses: attention kernel, 3.000 ms, 30.0 % of the step: scores are written. Take an attention that does "
+        "Longest excess: attention kernel, 3.000 ms, 30.0 % of the step: scores are written. Take an attention that does "
         "not write scores to memory; `trainstep explain r.jsonl` has them all."
     )
     assert suggestion == attention if is_first else suggestion.startswith("Look at the data loader first: ")

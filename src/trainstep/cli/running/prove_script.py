@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _STEPS = 40
 _LEAST_STEPS = 8
 """The fewest steps of a process: four of them are warm-ups, one of these after the turn begins."""
-_SUGGESTED = "The lines are those of the causes' pages, with predicted gains; none of their values was measured here."
+_SUGGESTED = "The lines are those of the causes' pages, with predicted gains; the proof's table says what was measured."
 
 
 def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOptions, began_s: float) -> int:

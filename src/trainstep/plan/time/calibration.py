@@ -288,8 +288,8 @@ def calibration_for(spec: MachineSpec | None) -> Calibration | None:
 
 _REFERENCE = "NVIDIA H200"
 _SHIPPED = {_REFERENCE: "h200.json"}
-_CUDNN_CHIPS = ("B200", "GH200", "H100", "H200")
-"""How the names of data sheets begin whose chips have compute capability 9.0 or 10.0: there torch's own attention is cuDNN's."""
+_HOPPER = ("GH200", "H100", "H200")
+"""How the names of Hopper's data sheets begin: there torch's own attention is cuDNN's, as measured on an H200."""
 
 
 def scaled_to(spec: MachineSpec) -> Calibration:
@@ -340,7 +340,7 @@ def scaled_to(spec: MachineSpec) -> Calibration:
         attention={
             key: replace(speed, flops_per_s=speed.flops_per_s * by_peak(key[1]))
             for key, speed in base.attention.items()
-            if key[0] != "sdpa" or spec.name.startswith(_CUDNN_CHIPS)
+            if key[0] != "sdpa" or spec.name.startswith(_HOPPER)
         },
         collectives=stretched(base.collectives, link) if spec.link_bytes_per_s else {},
         extra_spread=_SAME_CHIP if spec.name in LIMITED else _SCALED,

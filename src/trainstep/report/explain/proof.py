@@ -78,11 +78,11 @@ def _verdict(proof: Proof) -> str:
 
 
 def _none_words(proof: Proof) -> str:
-    """`of 2 changes that were compared, none is faster. workers=2 is refused: another loss.`"""
+    """`of 2 changes that were decided, none is faster. workers=2 is refused: another loss.`"""
     compared = [known for tried in proof.singles if (known := tried.step.comparison) and known.ratio is not None]
     hopeless = [tried for tried in proof.singles if tried.step.word == "slower" and not tried.step.comparison]
     decided = len([known for known in compared if not known.is_cut_off]) + len(hopeless)
-    words = f"of {decided} change{'' if decided == 1 else 's'} that {'was' if decided == 1 else 'were'} compared, none is faster"
+    words = f"of {decided} change{'' if decided == 1 else 's'} that {'was' if decided == 1 else 'were'} decided, none is faster"
     if not decided:
         words = "no comparison was finished" if compared else "no change could be compared"
     refused = [tried.candidate.name for tried in proof.singles if tried.step.word == ANOTHER_LOSS]

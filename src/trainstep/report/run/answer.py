@@ -128,7 +128,7 @@ def _excesses(run: Run) -> Iterator[tuple[str, tuple[float, str]]]:
         if share >= _WORTH:
             change = change_words(finding, on_device=budget.on_device)
             words = (
-                f"First of the excesses: {excess_words(finding, budget.measured_s, 'step')}: {evidence_words(finding)}. "
+                f"Longest excess: {excess_words(finding, budget.measured_s, 'step')}: {evidence_words(finding)}. "
                 f"{change[:1].upper()}{change[1:]}; {_command(run)} has them all."
             )
             yield finding.cause, (share, words)
