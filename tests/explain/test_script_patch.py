@@ -81,3 +81,16 @@ def test_the_keywords_are_those_of_the_lines(cause: str):
     lines = " ".join(CAUSES[cause].lines)
     for keyword in _KEYWORDS[cause]:
         assert keyword.keywords in lines
+
+
+def test_a_keyword_that_is_there_already_is_not_written_twice():
+    text = "loader = DataLoader(x, persistent_workers=False)\n"
+    assert patch_of("train.py", text, keywords_of_changes({"workers": "3"})) == ""
+
+
+def test_a_script_without_a_last_newline_is_patched(tmp_path: Path):
+    text = "import torch\noptimizer = torch.optim.AdamW(p)"
+    (tmp_path / "train.py").write_text(text)
+    patch = patch_of("train.py", text, keywords_of_changes({"adamw": "fused"}))
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.encode(), check=True)
+    assert (tmp_path / "train.py").read_text() == "import torch\noptimizer = torch.optim.AdamW(p, fused=True)"

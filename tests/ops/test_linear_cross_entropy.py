@@ -330,6 +330,7 @@ def test_chunks_have_256_mib_of_logits_and_full_tiles_or_2048_tokens_within_1_gi
             {"targets": torch.ones(17, dtype=torch.int64, device="meta")},
             "targets: must be on cpu with hidden, but are on meta",
         ),
+        ({"weight": torch.ones(50, 24, device="meta")}, "weight: must be on cpu with hidden, but is on meta"),
         (
             {"weight": torch.ones(50, 24).bfloat16()},
             "weight: must have the dtype torch.float32 of hidden outside autocast",

@@ -158,6 +158,7 @@ def test_torchs_own_attention_is_cudnns_on_hopper_alone():
     h100, a100 = (scaled_to(gpu_named(name)) for name in ("h100", "a100-sxm4-80gb"))
     assert attention_s(h100, "sdpa", 2048) == pytest.approx(attention_s(H200, "sdpa", 2048))
     assert attention_s(a100, "sdpa", 2048) == attention_s(a100, "sdpa_flash", 2048)
+    assert attention_s(H200, "flash_attn_4", 2048) != attention_s(H200, "sdpa", 2048), "it is not torch's choice"
 
 
 def test_a_record_becomes_speeds():

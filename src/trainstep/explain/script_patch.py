@@ -10,6 +10,7 @@ that the causes' pages name, which are suggestions, or those that do what measur
 
 import ast
 import difflib
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -89,7 +90,8 @@ def patch_of(path: str, text: str, keywords: Iterable[Keyword]) -> str:
     for keyword in keywords:
         patched = _with_keyword(patched, keyword)
     before, after = (part.splitlines(keepends=True) for part in (text, patched))
-    return "".join(difflib.unified_diff(before, after, fromfile=f"a/{path}", tofile=f"b/{path}"))
+    lines = difflib.unified_diff(before, after, fromfile=f"a/{path}", tofile=f"b/{path}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def _with_keyword(text: str, keyword: Keyword) -> str:
@@ -110,6 +112,8 @@ def _with_keyword(text: str, keyword: Keyword) -> str:
 
 def _count(text: str, keyword: Keyword) -> int:
     try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(text, "script", "exec")  # refuses what a parser lets pass: a keyword that is there twice
         return len(_calls(ast.parse(text), keyword))
     except SyntaxError:
         return -1

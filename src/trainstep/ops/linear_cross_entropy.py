@@ -129,6 +129,8 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         raise ValueError(
             f"targets: must be int64 of the shape {tuple(hidden.shape[:-1])}, but are {targets.dtype} of {tuple(targets.shape)}"
         )
+    if weight.device != hidden.device:
+        raise ValueError(f"weight: must be on {hidden.device} with hidden, but is on {weight.device}")
     if targets.device != hidden.device:  # a kernel that is started directly would read an address of the other device
         raise ValueError(f"targets: must be on {hidden.device} with hidden, but are on {targets.device}")
 

@@ -144,9 +144,9 @@ def seconds_of_attention(
 def _nearest(
     speeds: Mapping[Key, AttentionSpeed], name: str, dtype: str, direction: str, width: int
 ) -> tuple[Key, AttentionSpeed] | None:
-    """The same kernel at the nearest width; else another kernel in the same dtype."""
+    """The same kernel at the nearest width; else another kernel in the same dtype, but for torch's choice, which has a name too."""
     same = [key for key in speeds if key[:3] == (name, dtype, direction)]
-    others = [key for key in speeds if key[1:3] == (dtype, direction)]
+    others = [key for key in speeds if key[1:3] == (dtype, direction) and key[0] != "sdpa"]
     keys = same or others
     if not keys:
         return None

@@ -153,7 +153,7 @@ def _around(run: RunConfig) -> tuple[list[Kernel], list[Kernel]]:
             matmul("head", f"{tokens} / d / V", dtype, chunks),
             matmul("head", f"V / d / {tokens}", dtype, chunks),
             traffic("loss", Kind.FUSED, 3 * e, f"{tokens} V", chunks),
-            traffic("loss", Kind.CONTIGUOUS, 8 + e if run.loss_sum_dtype == "fp32" else 2 * e, "V d", chunks),
+            traffic("loss", Kind.CONTIGUOUS, 2 * e if e < 4 and run.loss_sum_dtype == "own" else 8 + e, "V d", chunks),
         ]
         backward += [
             traffic("norm", Kind.FUSED_COLUMNS, 3 * s + 2 * e, "N d"),

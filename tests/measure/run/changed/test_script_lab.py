@@ -513,7 +513,9 @@ def test_what_clearly_lost_a_round_gives_way_to_what_gained_where_time_is_short(
     lab.measure_in_rounds([{name: value} for name, _, value in (text.partition("=") for text in times_s)])
     assert [lab.started.count(text) for text in times_s] == [6, rounds, rounds, 2], "1.01 may be noise"
     assert lab.compare({}, {"workers": "2"}, 0).verdict == "faster"
-    assert lab.compare({}, {"mask": "causal"}, 0).is_cut_off is (rounds == 1)
+    lost = lab.compare({}, {"mask": "causal"}, 0)
+    assert lost.is_cut_off is (rounds == 1)
+    assert ("slower in the first of 6 rounds, it gave way" in lost.reason) is (rounds == 1)
     words = "no further rounds now of copies=non_blocking, mask=causal, slower in the first, as workers=2 gained in it"
     assert any(words in line for line in lab.said) is (rounds == 1)
 

@@ -64,6 +64,8 @@ class ScriptLab(ScriptProcesses):
         self._say = say
         self._in_rounds: dict[str, Options] = {}
         """Key -> change, for the changes that are measured in rounds."""
+        self._gave_way: set[str] = set()
+        """Names of the changes whose further rounds went to others, as they had lost the first."""
         self.cut_off: list[str] = []
         """Names of the changes that had only some of their rounds when the budget ended."""
 
@@ -225,6 +227,7 @@ class ScriptLab(ScriptProcesses):
             return list(left)
         names = [", ".join(text_of_changes(self.changes(options)) for options in group) for group in (losers, winners)]
         self._say("time is short: no further rounds now of {}, slower in the first, as {} gained in it".format(*names))
+        self._gave_way |= {text_of_changes(self.changes(options)) for options in losers}
         return [options for options in left if options not in losers]
 
     def _can_end_together(self, left: Sequence[Options]) -> bool:
@@ -350,7 +353,10 @@ class ScriptLab(ScriptProcesses):
         if not ratios:
             return None
         self.cut_off.append(name)
-        return _ended(f"the budget had room for {len(ratios)} of {self._pairs} rounds", ratios, is_cut_off=True)
+        reason = f"the budget had room for {len(ratios)} of {self._pairs} rounds"
+        if name in self._gave_way:
+            reason = f"slower in the first of {self._pairs} rounds, it gave way to changes that gained"
+        return _ended(reason, ratios, is_cut_off=True)
 
     def _roles(self, before: Options, after: Options, repeat: int) -> list[Role]:
         """The processes of a comparison, in their order. [Note: the order]"""
