@@ -63,8 +63,8 @@ def no_gain_words(gain: Interval, after: StepTime | None) -> str:
     if after is None or gain.time_s > 0:
         return ""
     if after.host_bound:
-        return "; with the change the device would wait for the host, so that by plan the step is no shorter"
-    return "; with the change the step is no shorter by plan"
+        return "; by plan the host would then be the limit"
+    return "; by plan this alone saves nothing"
 
 
 def predicted_gain(
