@@ -231,7 +231,7 @@ def test_a_cause_whose_change_gains_nothing_says_why(h200: Calibration):
     }
     assert {first.cause for first in firsts.values()} == {"precision"}
     assert firsts["small"].gain.time_s == 0 < firsts["large"].gain.time_s
-    assert firsts["small"].evidence == ("matmuls are computed in fp32; by plan the host would then be the limit")
+    assert firsts["small"].evidence == ("matmuls are computed in fp32; then the host is the limit")
     assert firsts["large"].evidence == "matmuls are computed in fp32"
 
 

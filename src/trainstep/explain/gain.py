@@ -63,8 +63,8 @@ def no_gain_words(gain: Interval, after: StepTime | None) -> str:
     if after is None or gain.time_s > 0:
         return ""
     if after.host_bound:
-        return "; by plan the host would then be the limit"
-    return "; by plan this alone saves nothing"
+        return "; then the host is the limit"
+    return "; by plan no gain"
 
 
 def predicted_gain(
