@@ -125,7 +125,7 @@ def seconds_of_attention(
     batch_heads, context, width = symbols["B"] * symbols["H"], symbols["S"], symbols["D"]
     work = attention_work(direction, dtype, batch_heads, context, width, units=units)
     name = implementation
-    if name == "sdpa" and (name, dtype, direction) not in {key[:3] for key in speeds}:
+    if name == "sdpa" and not any(key[:3] == (name, dtype, direction) for key in speeds):
         name = _DEFAULTS[dtype]
     nearest = _nearest(speeds, name, dtype, direction, width)
     if nearest is None:
