@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainstep.measure.harness.files import TemporaryFolder
+from trainstep.measure.harness.gloo_threads import wait_for_gloo_threads
 from trainstep.measure.parallel.memory import storages_of
 from trainstep.traces.cpu_memory import CpuMemory, cpu_memory
 from trainstep.traces.ledger import MARK
@@ -83,10 +84,11 @@ class _CpuHistory:
         return nullcontext()
 
     def cancel(self) -> None:
+        wait_for_gloo_threads()
         self._profile.stop()
 
     def stop(self) -> tuple[dict[str, Any], CpuMemory]:
-        self._profile.stop()
+        self.cancel()
         with TemporaryFolder() as folder:
             path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainstep.config.script import Part
 from trainstep.measure.harness.files import TemporaryFolder
+from trainstep.measure.harness.gloo_threads import wait_for_gloo_threads
 from trainstep.measure.run.instead import seconds_instead
 from trainstep.measure.run.waits import Waits
 from trainstep.records.facts import Fact, facts_of
@@ -83,6 +84,7 @@ class Inspection:
         if self._on_gpu:
             torch.cuda.synchronize()
         profiler, self._profiler = self._profiler, None
+        wait_for_gloo_threads()
         profiler.stop()
         waits = self._waits.table()
         tables = {"waits": waits} if waits["file"] else {}
@@ -119,6 +121,7 @@ class Inspection:
         if self._profiler is not None:
             self._stack.close()
             profiler, self._profiler = self._profiler, None
+            wait_for_gloo_threads()
             profiler.stop()
 
     def _end_range(self) -> None:

@@ -16,6 +16,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from trainstep.measure.harness.files import kept_file, kept_folder
+from trainstep.measure.harness.gloo_threads import wait_for_gloo_threads
 from trainstep.spans import span
 from trainstep.traces.nesting import union_s
 
@@ -73,6 +74,7 @@ def record_steps(
                 run_step()
         if drain is not None:
             drain()
+        wait_for_gloo_threads()
     profiler.export_chrome_trace(str(path))
 
 
