@@ -4,7 +4,9 @@
 
 All variants of a size live in one process and take turns in rounds. Raw samples go to the file: the unit `step` is one step between
 two synchronisations, `window` is a tenth of ten steps between two, `host` is the host's part of a step, `replay` of that the call
-that launches the graph. Short attention is captured, too: forward and backward as one graph of ours and of each of SDPA's backends.
+that launches the graph, all in seconds; `clock` is the clock of the SMs in Hz and `power` the board's in W (the mean of the last
+second), read behind each window while further steps run. Short attention is captured, too: forward and backward as one graph of
+ours and of each of SDPA's backends.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainstep import flash_attention
 from trainstep.config.parsing import build_run
+from trainstep.measure.machine.nvml import GpuState
 from trainstep.training.build import build_step
 
 OURS = {"adamw": "trainstep", "attention": "trainstep", "capture": "step"}
@@ -31,9 +34,11 @@ VARIANTS = {
     "torch.compile reduce-overhead": TORCH | {"compile": "none"},  # `steps_of` compiles it
 }
 ROUNDS, WINDOW, WARMUPS = 5, 10, 8
+SHOWN = {"peak": (2**-30, "GiB"), "clock": (1e-6, "MHz"), "power": (1.0, "W")}
+"""Unit -> factor and what is printed; the others are seconds."""
 Take = Callable[[int], Tensor]
 Rows = list[tuple[str, str, str, float]]
-"""(what is timed, variant, unit, seconds)"""
+"""(what is timed, variant, unit, value)"""
 
 
 class Replays:
@@ -79,7 +84,8 @@ def steps_of(size: str, replays: Replays, rows: Rows) -> None:
 def in_rounds(
     what: str, variants: Mapping[str, Take], rows: Rows, *, rounds: int, replays: Replays | None = None
 ) -> None:
-    """Time single steps and windows of steps of all variants in turns, forwards and backwards."""
+    """Time single steps and windows of steps of all variants in turns, forwards and backwards, and read the GPU's state."""
+    gpu = GpuState(str(torch.cuda.get_device_properties(0).uuid))
     for index in range(rounds):
         for name in list(variants)[:: 1 if index % 2 else -1]:
             take = variants[name]
@@ -100,6 +106,11 @@ def in_rounds(
                 take(step)
             torch.cuda.synchronize()
             rows.append((what, name, "window", (time.perf_counter() - began) / WINDOW))
+            for step in range(WINDOW):
+                take(step)
+            for unit, value in (("clock", gpu.sm_clock_hz()), ("power", gpu.power_w())):
+                if value is not None:
+                    rows.append((what, name, unit, value))
 
 
 def short_attention(rows: Rows, shape: tuple[int, ...] = (4, 16, 256, 64)) -> None:
@@ -145,7 +156,7 @@ def main() -> None:
         parser.error("needs a CUDA GPU")
     with open(asked.file, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("what", "variant", "unit", "seconds"))
+        writer.writerow(("what", "variant", "unit", "value"))
         rows: Rows = []
         short_attention(rows)
         tell(writer, rows)
@@ -163,8 +174,9 @@ def tell(writer: Any, rows: Rows) -> None:
     for what, variant, unit in dict.fromkeys(row[:3] for row in rows):
         samples = sorted(row[3] for row in rows if row[:3] == (what, variant, unit))
         low, _, high = statistics.quantiles(samples, n=4)
-        print(f"{what:24s} {variant:32s} {unit:8s} {1e3 * statistics.median(samples):9.4f} ms"
-              f" ± {5e2 * (high - low):.4f}, n = {len(samples)}", flush=True)  # fmt: skip
+        factor, shown = SHOWN.get(unit, (1e3, "ms"))
+        print(f"{what:24s} {variant:32s} {unit:8s} {factor * statistics.median(samples):9.4f} {shown}"
+              f" ± {factor / 2 * (high - low):.4f}, n = {len(samples)}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

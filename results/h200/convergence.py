@@ -43,7 +43,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "all, bf16_autocast": FASTEST,
     "all, bf16_master": {**FASTEST, "precision": "bf16_master"},
+    "narrow blocks, bf16_autocast": {**FASTEST, "recompute": "selective", "narrow_blocks": 4},
+    "dW in fp32, bf16_master": {**FASTEST, "precision": "bf16_master", "chunk_tokens": 256},
+    "dW in bf16, bf16_master": {**FASTEST, "precision": "bf16_master", "chunk_tokens": 256, "loss_sum_dtype": "own"},
 }
+"""Name -> options of the run. `chunk_tokens`: of the loss, so that dW is summed over 16 chunks; for 256 words it would take one."""
 
 
 def run(file: Path, device: str) -> None:
@@ -52,19 +56,23 @@ def run(file: Path, device: str) -> None:
 
     from trainstep.config.model import ModelConfig
     from trainstep.config.run import RunConfig
+    from trainstep.ops import linear_cross_entropy
     from trainstep.training.build import build_step
 
     model = ModelConfig(d_model=256, d_ff=704, layers=4, heads=4, vocab_size=256)
     plain = RunConfig(model=model, batch_size=16, data="stdlib", learning_rate=1e-3, attention="sdpa", device=device)
-    runs = {f"fp32, seed {seed}": replace(plain, seed=seed) for seed in SEEDS}
-    runs |= {name: replace(plain, **options) for name, options in OPTIONS.items()}
+    runs: dict[str, dict[str, Any]] = {f"fp32, seed {seed}": {"seed": seed} for seed in SEEDS}
+    runs |= {name: dict(options) for name, options in OPTIONS.items()}
+    usual = linear_cross_entropy.usual_chunk_tokens
     done = set(curves(file)) if file.exists() else set()
     batches = build_step(plain)
-    for name, config in runs.items():
+    for name, options in runs.items():
         if name in done:
             continue
         torch._dynamo.reset()
-        assembly = build_step(config)
+        chunk_tokens = options.pop("chunk_tokens", None)
+        linear_cross_entropy.usual_chunk_tokens = usual if chunk_tokens is None else lambda *_, of=chunk_tokens: of
+        assembly = build_step(replace(plain, **options))
         losses = torch.stack([assembly.take(batches.micro_batches(step)).clone() for step in range(STEPS)])
         with file.open("a", newline="") as out:
             csv.writer(out).writerow([name, *(f"{loss:.5f}" for loss in losses.tolist())])

@@ -3,19 +3,21 @@
     python results/h200/loss_bill.py runs/loss_bill.csv                           # one GPU; half a minute
 
 32,768 tokens, 4,096 wide, 151,936 words, bf16, forward and backward, all in one process in turns. Units: `seconds` of a call, by
-the device's events; `bytes`, the most that torch's allocator held over inputs and gradients; `error` of the gradients of hidden and
-weight, relative to their largest, for 4,096 tokens against fp64 (plain: the same of plain PyTorch in bf16; the 2x rule).
+the device's events; `clock` of the SMs in Hz and `power` of the board in W (the mean of the last second), while it runs; `bytes`,
+the most that torch's allocator held over inputs and gradients; `error` of the gradients of hidden and weight, relative to their
+largest, for 4,096 tokens against fp64 (plain: the same of plain PyTorch in bf16; the 2x rule).
 """
 
 import argparse
 import csv
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from trainstep.measure.machine.nvml import GpuState
 from trainstep.ops.linear_cross_entropy import linear_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 32_768, 4_096, 151_936
@@ -61,13 +63,15 @@ def both_passes(loss: Loss, x: Tensor, w: Tensor, t: Tensor) -> None:
     loss(x, w, t).backward()
 
 
-def seconds(run: Callable[[], object]) -> float:
+def turn(run: Callable[[], object], gpu: GpuState) -> dict[str, float | None]:
+    """Unit -> what one call has of it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
     end.record()
+    state = {"clock": gpu.sm_clock_hz(), "power": gpu.power_w()}  # the GPU still works
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return {"seconds": begin.elapsed_time(end) / 1e3, **state}
 
 
 def errors(loss: Loss, exact: tuple[Tensor, Tensor], x: Tensor, w: Tensor, t: Tensor) -> list[float]:
@@ -85,6 +89,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     rows: list[tuple[str, str, float]] = []
+    gpu = GpuState(str(torch.cuda.get_device_properties(0).uuid))
     small = inputs(4_096, 8_192)
     wide = [tensor.detach().double().requires_grad_() for tensor in small[:2]]
     plain(wide[0], wide[1], small[2]).backward()
@@ -121,19 +126,28 @@ def main() -> None:
         turns += [(name, lambda loss=loss: both_passes(loss, x, w, t)) for name, loss in losses.items()]
         for name, run in turns[:: 1 if index % 2 else -1]:
             with torch.set_grad_enabled(name in losses):
-                rows.append((name, "seconds", seconds(run)))
+                rows += [(name, unit, value) for unit, value in turn(run, gpu).items() if value is not None]
     with open(asked.file, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("what", "unit", "value"))
         writer.writerows(rows)
+    tell(rows, matmuls, losses)
+
+
+def tell(rows: Sequence[tuple[str, str, float]], matmuls: Collection[str], losses: Collection[str]) -> None:
+    """Print the GPU's state, peaks, errors, and each loss in terms of the three matmuls."""
     median = {
         name: statistics.median(value for what, unit, value in rows if what == name and unit == "seconds")
         for name in [*matmuls, *losses]
     }
     bill = sum(median[name] for name in matmuls)
     print(f"three matmuls {1e3 * bill:.1f} ms")
+    for unit, factor, word in (("clock", 1e-6, "MHz"), ("power", 1.0, "W")):
+        values = [value for _, read, value in rows if read == unit]
+        if values:
+            print(f"{unit} {factor * min(values):.0f} to {factor * max(values):.0f} {word}")
     for what, unit, value in rows:
-        if unit != "seconds":
+        if unit in ("bytes", "error"):
             print(what, unit, f"{value / 2**30:.3f} GiB" if unit == "bytes" else f"{value:.2e}")
     for name in losses:
         print(f"{name}: {1e3 * median[name]:.1f} ms, {median[name] / bill:.3f} of the three matmuls")

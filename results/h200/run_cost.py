@@ -2,6 +2,7 @@
 
     python results/h200/run_cost.py pairs 10 runs/run_cost_gpu.csv --device cuda    # one GPU; about 80 s a pair of 10 ms steps
     python results/h200/run_cost.py pairs 10 runs/run_cost_cpu.csv --device cpu     # about 80 s a pair; OMP_NUM_THREADS is set
+    python results/h200/run_cost.py turns 100 runs/run_cost_turns.csv --device cpu  # one process; about 90 s
     python results/h200/run_cost.py table runs/run_cost_cpu.csv
 
 The loop trains a small GPT of tests/planted/loops in eager mode, with a DataLoader and fused AdamW, and takes about 10 ms a step
@@ -15,6 +16,10 @@ median window of a process, a tenth of it: few windows have an inspected step. `
 steps, the reading of their traces, and records. An inspection is due when all of them have taken one per cent of the time, so a
 run of some seconds pays more than one per cent for its first one: `watching` is the time that trainstep itself says it took.
 `process` is the whole process, with its start and end. Losses must be equal to the bit.
+
+Processes differ from each other by more than hooks cost, 10 % on a shared CPU. So `turns` trains in one process, in turns with
+and without `trainstep.watch(inspect_every=0)`, which has the same hooks; a turn is three steps that do not count and two windows.
+What inspections and records take comes on top, by the account of `pairs`.
 
 The aim: at most 1 % of a 10 ms step on a GPU, and 3 % on a CPU, both `between` and `all`.
 """
@@ -31,10 +36,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
+from trainstep import watch
 from trainstep.records.compare import compare_samples
 from trainstep.records.record import Samples as Times
 from trainstep.records.store import Store
@@ -56,40 +63,66 @@ Row = tuple[int, str, str, str]
 HEADER = ("pair", "variant", "quantity", "value")
 
 
+class Loop:
+    """The loop that is trained. It knows nothing of trainstep."""
+
+    def __init__(self, device: str, layers: int) -> None:
+        torch.manual_seed(0)
+        if device == "cpu":
+            torch.set_num_threads(1)
+        else:  # atomic sums would change losses from process to process
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        sizes, none = SIZES[device], frozenset[str]()
+        sizes = Sizes(**{**vars(sizes), "layers": layers})
+        self.device, self.losses = device, list[torch.Tensor]()
+        self._model = GPT(sizes, none, device).to(device)
+        self._updates = optimizer(self._model.parameters(), none)
+        samples = Samples(none, context=sizes.context, vocabulary=sizes.vocabulary, features=0, batch=sizes.batch)
+        self._batches = iter(torch.utils.data.DataLoader(samples, batch_size=sizes.batch))
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            batch = {name: tensor.to(self.device) for name, tensor in next(self._batches).items()}
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+                loss = self._model(**batch)
+            loss.backward()
+            self._updates.step()
+            self._updates.zero_grad()
+            self.losses.append(loss.detach())
+
+    def window(self) -> tuple[float, float]:
+        """Seconds of the next ten steps by the wall clock, and of the processor."""
+        began = time.perf_counter(), time.process_time()
+        self.train(WINDOW)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
 def loop(device: str, steps: int, layers: int, out: Path) -> None:
-    """Train, and write windows and losses as JSON. It knows nothing of trainstep."""
-    torch.manual_seed(0)
-    if device == "cpu":
-        torch.set_num_threads(1)
-    else:  # atomic sums would change losses from process to process
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    sizes, none = SIZES[device], frozenset[str]()
-    sizes = Sizes(**{**vars(sizes), "layers": layers})
-    model = GPT(sizes, none, device).to(device)
-    updates = optimizer(model.parameters(), none)
-    samples = Samples(none, context=sizes.context, vocabulary=sizes.vocabulary, features=0, batch=sizes.batch)
-    batches = iter(torch.utils.data.DataLoader(samples, batch_size=sizes.batch))
-    losses: list[torch.Tensor] = []
-    windows: list[tuple[float, float]] = []
-    began = time.perf_counter(), time.process_time()
-    for step in range(WARMUPS + steps):
-        batch = {name: tensor.to(device) for name, tensor in next(batches).items()}
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = model(**batch)
-        loss.backward()
-        updates.step()
-        updates.zero_grad()
-        losses.append(loss.detach())
-        done = step + 1 - WARMUPS
-        if done >= 0 and done % WINDOW == 0:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            ended = time.perf_counter(), time.process_time()
-            if done:
-                windows.append((ended[0] - began[0], ended[1] - began[1]))
-            began = time.perf_counter(), time.process_time()
-    out.write_text(json.dumps({"windows": windows, "losses": torch.stack(losses).tolist()}))
+    """Train, and write windows and losses as JSON."""
+    trained = Loop(device, layers)
+    trained.train(WARMUPS)
+    windows = [trained.window() for _ in range(steps // WINDOW)]
+    out.write_text(json.dumps({"windows": windows, "losses": torch.stack(trained.losses).tolist()}))
+
+
+def turns(count: int, device: str, layers: int) -> list[Row]:
+    """The rows of turns with and without a watch in one process."""
+    trained = Loop(device, layers)
+    trained.train(20 * WARMUPS)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(1, count + 1):
+            for variant in (PLAIN, WATCHED) if turn % 2 else (WATCHED, PLAIN):
+                watching = watch(inspect_every=0, quiet=True, page=False, out=Path(folder, "records.jsonl"))
+                with watching if variant == WATCHED else nullcontext():
+                    trained.train(WARMUPS)
+                    for wall_s, cpu_s in (trained.window(), trained.window()):
+                        rows.append((turn, variant, "window", f"{wall_s:.9g}"))
+                        rows.append((turn, variant, "window_cpu", f"{cpu_s:.9g}"))
+    return rows
 
 
 def measured(pair: int, variant: str, words: Sequence[str]) -> list[Row]:
@@ -125,9 +158,7 @@ def measured(pair: int, variant: str, words: Sequence[str]) -> list[Row]:
 
 def run(pairs: int, file: Path, device: str, steps: int, layers: int) -> list[Row]:
     """Append pairs to the file, and return all its rows."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
-    about = {"device": device, "name": name, "torch": torch.__version__, "steps": str(steps), "layers": str(layers)}
-    described = [(0, "", quantity, value) for quantity, value in about.items()]
+    described = description(device, layers, steps=str(steps))
     rows = read_rows(file) if file.exists() else []
     if rows and rows[: len(described)] != described:
         raise SystemExit(f"file: {file} is of another measurement: {rows[: len(described)]}; name a new one")
@@ -146,6 +177,12 @@ def run(pairs: int, file: Path, device: str, steps: int, layers: int) -> list[Ro
             rows += both
             print(f"pair {pair}: {told(rows, [pair])}", file=sys.stderr, flush=True)
     return rows
+
+
+def description(device: str, layers: int, **more: str) -> list[Row]:
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    about = {"device": device, "name": name, "torch": torch.__version__, **more, "layers": str(layers)}
+    return [(0, "", quantity, value) for quantity, value in about.items()]
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -195,12 +232,18 @@ def table(rows: Sequence[Row]) -> str:
     unit = {what: (1.0, "s") if what == "process" else (1e3, "ms") for what in words}
     lines = ["| time | plain | with trainstep run | ratio, 99 % interval | pairs |", "|---|---|---|---|---|"]
     for what, meaning in words.items():
+        if "steps" not in about and not what.endswith(" between"):  # turns
+            continue
         plain, watched = ([step_s(rows, what, variant, pair) for pair in pairs] for variant in (PLAIN, WATCHED))
         found = compare_samples(*(Times(unit="s", values=tuple(each)) for each in (plain, watched)))
         interval = "too few pairs" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
         scale, name = unit[what]
         cells = [f"{scale * statistics.median(each):.3f} {name}" for each in (plain, watched)]
         lines.append(f"| {meaning} | {cells[0]} | {cells[1]} | {found.ratio:.4f} ({interval}) | {found.n} |")
+    if "steps" not in about:
+        return "\n".join(
+            [*lines, "", f"{about['name']}, torch {about['torch']}, in one process; the aim is at most {1 + aim:.2f}."]
+        )
     digests = {variant: {row[3] for row in rows if row[1:3] == (variant, "losses")} for variant in (PLAIN, WATCHED)}
     if digests[PLAIN] == digests[WATCHED] and len(digests[PLAIN]) == 1:
         losses = "Losses of all processes are equal to the bit."
@@ -224,13 +267,16 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     running = verbs.add_parser("pairs", help="measure pairs of processes, and print the table")
     running.add_argument("pairs", type=int)
+    turning = verbs.add_parser("turns", help="measure turns in one process, and print the table")
+    turning.add_argument("turns", type=int)
     looping = verbs.add_parser("loop", help="the loop alone, as the processes run it")
     tabling = verbs.add_parser("table", help="print the table of a file")
-    for verb in (running, looping, tabling):
+    for verb in (running, turning, looping, tabling):
         verb.add_argument("file", type=Path)
-    for verb in (running, looping):
+    for verb in (running, turning, looping):
         verb.add_argument("--device", choices=sorted(SIZES), default="cpu")
-        verb.add_argument("--steps", type=int, default=3000, help="steps of a process, a multiple of ten")
+        if verb is not turning:
+            verb.add_argument("--steps", type=int, default=3000, help="steps of a process, a multiple of ten")
         verb.add_argument("--layers", type=int, help="of the model, for a step of about 10 ms on your machine")
     asked = parser.parse_args()
     if asked.verb == "table":
@@ -239,18 +285,26 @@ def main() -> None:
         print(table(read_rows(asked.file)))
         return
     layers = SIZES[asked.device].layers if asked.layers is None else asked.layers
-    if asked.steps < 2 * WINDOW or asked.steps % WINDOW or layers < 1:
+    steps = 2 * WINDOW if asked.verb == "turns" else asked.steps
+    if steps < 2 * WINDOW or steps % WINDOW or layers < 1:
         parser.error(f"steps must be a multiple of {WINDOW} and at least {2 * WINDOW}, and layers at least 1")
     if asked.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA GPU")
     if asked.verb == "loop":
-        loop(asked.device, asked.steps, layers, asked.file)
+        loop(asked.device, steps, layers, asked.file)
         return
-    if asked.pairs < 1:
-        parser.error(f"pairs must be at least 1 (at least 5 for an interval), not {asked.pairs}")
+    count = asked.turns if asked.verb == "turns" else asked.pairs
+    if count < 1:
+        parser.error(f"{asked.verb} must be at least 1 (at least 5 for an interval), not {count}")
     if not asked.file.parent.is_dir():
         parser.error(f"file: there is no folder {asked.file.parent}")
-    print(table(run(asked.pairs, asked.file, asked.device, asked.steps, layers)))
+    if asked.verb == "turns":
+        rows = [*description(asked.device, layers), *turns(count, asked.device, layers)]
+        with asked.file.open("x", newline="") as opened:
+            csv.writer(opened).writerows([HEADER, *rows])
+        print(table(rows))
+        return
+    print(table(run(asked.pairs, asked.file, asked.device, steps, layers)))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 All variants of a size live in one process and take turns in rounds, forwards and backwards. The unit `step` is one step between two
 synchronisations, in seconds, `window` a tenth of ten steps between two, `host` the host's part of a step; `peak` is the most that a
-variant allocates while it is built and warmed up, less what the others hold, in bytes. Batch 4, AdamW on every parameter, the same
-number of tokens; the Llama has the built-in model's shape (grouped heads none, an untied head).
+variant allocates while it is built and warmed up, less what the others hold, in bytes; `clock` (Hz) and `power` (W) are the GPU's,
+read behind each window while further steps run. Batch 4, AdamW on every parameter, the same number of tokens; the Llama has the
+built-in model's shape (grouped heads none, an untied head).
 """
 
 import argparse
@@ -15,7 +16,7 @@ import time
 from typing import Any
 
 import torch
-from captured_peers import Rows, Take, in_rounds  # beside this script
+from captured_peers import SHOWN, Rows, Take, in_rounds  # beside this script
 from torch import Tensor
 
 from trainstep.config.model import size as size_of
@@ -161,9 +162,12 @@ def tell(rows: Rows) -> None:
         samples.setdefault((key[0], key[2], key[1]), []).append(value)
     for (what, unit, variant), values in samples.items():
         middle = statistics.median(values)
-        shown = f"{middle / 2**30:9.3f} GiB" if unit == "peak" else f"{1e3 * middle:9.3f} ms "
+        factor, shown = SHOWN.get(unit, (1e3, "ms"))
         ours = statistics.median(samples.get((what, unit, FASTEST), values))
-        print(f"{what:12s} {variant:58s} {unit:7s} {shown} {middle / ours:6.3f} of ours, n = {len(values)}", flush=True)
+        print(
+            f"{what:12s} {variant:58s} {unit:7s} {factor * middle:9.3f} {shown:3s} {middle / ours:6.3f} of ours, n = {len(values)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

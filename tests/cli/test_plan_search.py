@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sources import ROOT
 from trainstep.cli import app
 from trainstep.cli.running.search import _told_by
 from trainstep.config.grid import grid_from_text
@@ -249,3 +250,13 @@ def test_a_search_imports_no_torch():
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.slow
+def test_the_guides_example_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
+    """An earlier guide had the answer of an older calibration."""
+    guide = (ROOT / "docs/guide/plan.md").read_text()
+    command = next(line for line in guide.splitlines() if line.endswith("--minimize time"))
+    answer = guide.split(f"{command}\n```\n\n```text\n")[1].split("```")[0]
+    assert app.run(command.split()[1:]) == 0
+    assert " ".join(answer.split()) in " ".join(capsys.readouterr().out.split())

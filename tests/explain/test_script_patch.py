@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainstep.explain.causes import CAUSES
-from trainstep.explain.script_patch import _KEYWORDS, keywords_of_changes, keywords_of_pages, patch_of
+from trainstep.explain.script_patch import _KEYWORDS, keywords_of_changes, keywords_of_pages, leaves_calls, patch_of
 
 SCRIPT = """\
 import re, torch
@@ -48,6 +48,7 @@ def test_the_patch_applies_and_is_what_the_pages_say(tmp_path: Path):
         "loader = DataLoader(dataset, **options)\n",
         "optimizer = AdamW(parameters, foreach=True)\n",
         "model = model.to(device)\n",
+        "for x in y:\n    model = x.to(device, True)\n",
         "loader = DataLoader((dataset))\n",
         "this is no Python\n",
         "\0",
@@ -80,12 +81,43 @@ def test_an_empty_call_gets_its_keywords():
 def test_the_keywords_are_those_of_the_lines(cause: str):
     lines = " ".join(CAUSES[cause].lines)
     for keyword in _KEYWORDS[cause]:
-        assert keyword.keywords in lines
+        assert ", ".join(f"{name}={value}" for name, value in keyword.values.items()) in lines
 
 
-def test_a_keyword_that_is_there_already_is_not_written_twice():
-    text = "loader = DataLoader(x, persistent_workers=False)\n"
-    assert patch_of("train.py", text, keywords_of_changes({"workers": "3"})) == ""
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("DataLoader(x, persistent_workers=False)", "DataLoader(x, persistent_workers=True, num_workers=3)"),
+        ("DataLoader(x, num_workers=2)", "DataLoader(x, num_workers=3, persistent_workers=True)"),
+        ("DataLoader(\n  x, num_workers=0, y=1\n)", "DataLoader(\n  x, num_workers=3, y=1, persistent_workers=True\n)"),
+        ("DataLoader(x, 4, True)", "DataLoader(x, 4, True, num_workers=3, persistent_workers=True)"),
+        ("DataLoader(x, num_workers=4)", None),
+    ],
+)  # fmt: skip
+def test_a_measured_number_of_workers_takes_the_place_of_a_smaller_one(before: str, after: str | None, tmp_path: Path):
+    keywords, text = keywords_of_changes({"workers": "3"}), f"loader = {before}\n"
+    (tmp_path / "train.py").write_text(text)
+    patch = patch_of("train.py", text, keywords)
+    if after is not None:
+        subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.encode(), check=True)
+    assert (tmp_path / "train.py").read_text() == (f"loader = {after}\n" if after else text)
+    assert not leaves_calls(text, keywords)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "DataLoader(x, num_workers=arguments.workers)",
+        "DataLoader(x, **options)",
+        "DataLoader(*arguments)",
+        "DataLoader(x, 4, True, None, None, 2)",  # a keyword as well would be an error when the script runs
+    ],
+)
+def test_a_call_whose_value_only_the_script_knows_stays_and_is_told(call: str):
+    keywords = keywords_of_changes({"workers": "3"})
+    assert patch_of("train.py", f"loader = {call}\n", keywords) == ""
+    assert leaves_calls(f"loader = {call}\nother = DataLoader(y)\n", keywords)
+    assert not leaves_calls("other = DataLoader(y)\n", keywords)
 
 
 def test_a_script_without_a_last_newline_is_patched(tmp_path: Path):

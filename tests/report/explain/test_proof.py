@@ -77,7 +77,10 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
             Proof(start=START, measured_s=1.0, trouble="OOM"),
             "nothing was proved, because the original cannot be used: OOM",
         ),
-        (Proof(start=START, measured_s=1.0, untried=["compile=block"]), "nothing was tried yet. The budget is spent"),
+        (
+            Proof(start=START, measured_s=1.0, untried=["compile=block"]),
+            "nothing was tried yet. It stayed within its budget",
+        ),
         (
             a_proof(FUSED),
             "of 1 change that was decided, none is faster. Of 1 predicted gain that was measured, 0 held.",
@@ -85,15 +88,15 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
         (a_proof(), "no change could be compared."),
         (
             a_proof(ANOTHER, untried=["compile=block"]),
-            "no change could be compared. workers=2 is refused: another loss. The budget is spent; the same command goes on. Not "
-            "tried: compile=block.",
+            "no change could be compared. workers=2 is refused: another loss. It stayed within its budget; the same command goes "
+            "on. Not tried: compile=block.",
         ),
         (a_proof(HOPELESS, FUSED), "of 2 changes that were decided, none is faster."),
         (a_proof(FUSED, cut_off(1.2, adamw="fused")), "of 1 change that was decided, none is faster."),
         (
             a_proof(cut_off(1.2, workers="2"), untried=["compile=block", "adamw=fused"], unfinished=["workers=2"]),
-            "no comparison was finished. The budget is spent; the same command goes on. Not tried: compile=block and adamw=fused. "
-            "Not finished: workers=2.",
+            "no comparison was finished. It stayed within its budget; the same command goes on. Not tried: compile=block and "
+            "adamw=fused. Not finished: workers=2.",
         ),
         (
             a_proof(BLOCK, together=tried("cannot tell", 1.0, compile="block")),
@@ -103,11 +106,11 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
             a_proof(BLOCK, FUSED, untried=[TOGETHER]),
             "with compile=block a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time: 500.0 ms less (400.0 ms "
             "to 600.0 ms) of 1,000 ms, predicted 400.0 ms. Not yet compared together. Of 2 predicted gains that were measured, 1 "
-            f"held. The budget is spent; the same command goes on. Not tried: {TOGETHER}.",
+            f"held. It stayed within its budget; the same command goes on. Not tried: {TOGETHER}.",
         ),
         (
             a_proof(cut_off(0.6, compile="block"), untried=["compile=block, a second time"]),
-            "compile=block seemed faster, without a verdict so far, and nothing else was. The budget is spent",
+            "compile=block seemed faster, without a verdict so far, and nothing else was. It stayed within its budget",
         ),
         (
             a_proof(

@@ -19,7 +19,14 @@ from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.script import text_of_changes
 from trainstep.explain.proof import Candidate, Proof
 from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates, workers_for
-from trainstep.explain.script_patch import Keyword, keywords_of_changes, keywords_of_pages, lines_to_write, patch_of
+from trainstep.explain.script_patch import (
+    Keyword,
+    keywords_of_changes,
+    keywords_of_pages,
+    leaves_calls,
+    lines_to_write,
+    patch_of,
+)
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.measure.machine.environment import cores
 from trainstep.measure.run.changed.script_command import ScriptCommand, command_of
@@ -148,7 +155,7 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
     if won:
         command = shlex.join(["trainstep", "run", "--apply", text_of_changes(won), *lab.command.words])
     to_write = lines_to_write(one.budget)
-    patch, left_out = _winning_patch(lab.command, won)
+    patch, missing, partly = _winning_patch(lab.command, won)
     answer = proof_answer(one.label, proof, command=command)
     answers = [answer, *explain_answers([one])]
     lines = [script_table(one, to_write, note=_SUGGESTED)] if to_write else []
@@ -162,8 +169,11 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
         write_proof_page(one, sections, answers, how.page)
     with outliving_reader(stream):
         if patch and not how.json:
-            but = f" without {text_of_changes(left_out)}" if left_out else ""
+            but = f" without {text_of_changes(missing)}" if missing else ""
             print(f"\nThe winning changes{but} by lines of the script:\n{visible(patch)}", file=stream)
+            if partly:
+                unclear = "Calls whose values only the script knows are as they were; they may lack"
+                print(f"{unclear} {text_of_changes(partly)}.", file=stream)
         if command is not None and not how.json:
             print(f"\nThe winning changes:\n{visible(command)}\n", file=stream)
         print(f"records: {lab.store.path}", file=stream)
@@ -200,20 +210,28 @@ def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
     return FAULTED
 
 
-def _winning_patch(command: ScriptCommand, won: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """The patch that does the same as the changes that won, and those of them that it cannot make."""
-
-    def patch(changes: Mapping[str, str]) -> str:
-        return _patch(command.folder, command.file, keywords_of_changes(changes))
-
-    return patch(won), {name: value for name, value in won.items() if not patch({name: value})}
+def _winning_patch(command: ScriptCommand, won: Mapping[str, str]) -> tuple[str, dict[str, str], dict[str, str]]:
+    """The patch that does the same as the changes that won, those that it cannot make, and those that it makes for some calls."""
+    text, path = _script(command.folder, command.file)
+    alone = {name: keywords_of_changes({name: value}) for name, value in won.items()}
+    missing = {name: won[name] for name, keywords in alone.items() if not patch_of(path, text, keywords)}
+    partly = {
+        name: won[name] for name, keywords in alone.items() if name not in missing and leaves_calls(text, keywords)
+    }
+    return patch_of(path, text, keywords_of_changes(won)), missing, partly
 
 
 def _patch(folder: str, file: str, keywords: Sequence[Keyword]) -> str:
     """The patch of the script as it is now, to apply in the run's folder; empty if the script is not here."""
+    text, path = _script(folder, file)
+    return patch_of(path, text, keywords)
+
+
+def _script(folder: str, file: str) -> tuple[str, str]:
+    """A script's text, empty if it is not here, and its path from the run's folder."""
     try:
         text = read_file(Path(file)).decode()
     except (OSError, ValueError):  # `-m module` that is not started here, another machine's path, or no text
-        return ""
+        text = ""
     inside = os.path.relpath(os.path.realpath(file), os.path.realpath(folder))
-    return patch_of(file.lstrip("/") if inside.startswith("..") else inside, text, keywords)
+    return text, file.lstrip("/") if inside.startswith("..") else inside
