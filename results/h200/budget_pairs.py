@@ -3,11 +3,11 @@
     python results/h200/budget_pairs.py runs/budget_pairs.csv 6 8 10              # one GPU; about a minute a budget
     python results/h200/budget_pairs.py runs/budget_pairs_compiled.csv 6 8 10 --capture none
 
-A process for each budget (GiB) builds both steps (medium, batch 8 at 2,048 tokens, fused ops, bf16), and they take turns in rounds.
-Units: `step`, one step between two synchronisations, in seconds; `host`, the host's part of it; `window`, a tenth of ten steps
-between two; `reserved`, the most that torch's allocator reserved for a variant while it was built, warmed up and captured, in
-bytes. The every-k-th variants are tried from the one that recomputes least, and the first whose reserved bytes are within the
-budget is the peer.
+A process for each budget (GiB) builds both steps (medium, batch 8 at 2,048 tokens, fused ops, bf16), and they take turns in
+rounds. Units: `step`, one step between two synchronisations, in seconds; `host`, the host's part of it; `window`, a tenth of ten
+steps between two; `clock` and `power`, the GPU's in Hz and W (captured_peers.py); `reserved`, the most that torch's allocator
+reserved for a variant while it was built, warmed up and captured, in bytes. The every-k-th variants are tried from the one that
+recomputes least, and the first whose reserved bytes are within the budget is the peer.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python results/h200/captured_peers.py runs/captured_peers.csv small medium      # one GPU; a minute or two a size
 
-All variants of a size live in one process and take turns in rounds. Raw samples go to the file: the unit `step` is one step between
-two synchronisations, `window` is a tenth of ten steps between two, `host` is the host's part of a step, `replay` of that the call
-that launches the graph, all in seconds; `clock` is the clock of the SMs in Hz and `power` the board's in W (the mean of the last
-second), read behind each window while further steps run. Short attention is captured, too: forward and backward as one graph of
-ours and of each of SDPA's backends.
+All variants of a size live in one process and take turns in rounds. Raw samples go to the file: the unit `step` is one step
+between two synchronisations, `window` is a tenth of ten steps between two, `host` is the host's part of a step, `replay` of that
+the call that launches the graph, all in seconds; `clock` is the clock of the SMs in Hz and `power` the board's in W (the mean of
+the last second, in which several variants may have run), read behind each window while further steps run. Short attention is
+captured, too: forward and backward as one graph of ours and of each of SDPA's backends.
 """
 
 import argparse

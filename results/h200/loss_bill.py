@@ -64,7 +64,7 @@ def both_passes(loss: Loss, x: Tensor, w: Tensor, t: Tensor) -> None:
 
 
 def turn(run: Callable[[], object], gpu: GpuState) -> dict[str, float | None]:
-    """Unit -> what one call has of it."""
+    """Seconds of one call, and the GPU's state while it runs, by unit."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()

@@ -2,7 +2,7 @@
 
     python results/h200/run_cost.py pairs 10 runs/run_cost_gpu.csv --device cuda    # one GPU; about 80 s a pair of 10 ms steps
     python results/h200/run_cost.py pairs 10 runs/run_cost_cpu.csv --device cpu     # about 80 s a pair; OMP_NUM_THREADS is set
-    python results/h200/run_cost.py turns 100 runs/run_cost_turns.csv --device cpu  # one process; about 90 s
+    python results/h200/run_cost.py turns 100 runs/run_cost_turns.csv --device cpu  # one process, a new file; about 90 s
     python results/h200/run_cost.py table runs/run_cost_cpu.csv
 
 The loop trains a small GPT of tests/planted/loops in eager mode, with a DataLoader and fused AdamW, and takes about 10 ms a step
@@ -17,9 +17,9 @@ steps, the reading of their traces, and records. An inspection is due when all o
 run of some seconds pays more than one per cent for its first one: `watching` is the time that trainstep itself says it took.
 `process` is the whole process, with its start and end. Losses must be equal to the bit.
 
-Processes differ from each other by more than hooks cost, 10 % on a shared CPU. So `turns` trains in one process, in turns with
-and without `trainstep.watch(inspect_every=0)`, which has the same hooks; a turn is three steps that do not count and two windows.
-What inspections and records take comes on top, by the account of `pairs`.
+Processes differ from each other by more than hooks cost, 20 % and more on a shared CPU. So `turns` trains in one process, in
+turns with and without `trainstep.watch(inspect_every=0)`, which has the same hooks; a turn is three steps that do not count and
+two windows. What inspections and records take comes on top, by the account of `pairs`.
 
 The aim: at most 1 % of a 10 ms step on a GPU, and 3 % on a CPU, both `between` and `all`.
 """
@@ -284,27 +284,35 @@ def main() -> None:
             parser.error(f"file: there is no {asked.file}")
         print(table(read_rows(asked.file)))
         return
-    layers = SIZES[asked.device].layers if asked.layers is None else asked.layers
-    steps = 2 * WINDOW if asked.verb == "turns" else asked.steps
-    if steps < 2 * WINDOW or steps % WINDOW or layers < 1:
-        parser.error(f"steps must be a multiple of {WINDOW} and at least {2 * WINDOW}, and layers at least 1")
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a CUDA GPU")
+    asked.layers = SIZES[asked.device].layers if asked.layers is None else asked.layers
+    if (why := refused(asked)) is not None:
+        parser.error(why)
     if asked.verb == "loop":
-        loop(asked.device, steps, layers, asked.file)
-        return
-    count = asked.turns if asked.verb == "turns" else asked.pairs
-    if count < 1:
-        parser.error(f"{asked.verb} must be at least 1 (at least 5 for an interval), not {count}")
-    if not asked.file.parent.is_dir():
-        parser.error(f"file: there is no folder {asked.file.parent}")
-    if asked.verb == "turns":
-        rows = [*description(asked.device, layers), *turns(count, asked.device, layers)]
+        loop(asked.device, asked.steps, asked.layers, asked.file)
+    elif asked.verb == "turns":
+        rows = [*description(asked.device, asked.layers), *turns(asked.turns, asked.device, asked.layers)]
         with asked.file.open("x", newline="") as opened:
             csv.writer(opened).writerows([HEADER, *rows])
         print(table(rows))
-        return
-    print(table(run(asked.pairs, asked.file, asked.device, steps, layers)))
+    else:
+        print(table(run(asked.pairs, asked.file, asked.device, asked.steps, asked.layers)))
+
+
+def refused(asked: argparse.Namespace) -> str | None:
+    """Why the arguments of a measurement are refused."""
+    steps = getattr(asked, "steps", 2 * WINDOW)
+    if steps < 2 * WINDOW or steps % WINDOW or asked.layers < 1:
+        return f"steps must be a multiple of {WINDOW} and at least {2 * WINDOW}, and layers at least 1"
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda needs a CUDA GPU"
+    count = getattr(asked, asked.verb, 1)
+    if count < 1:
+        return f"{asked.verb} must be at least 1 (at least 5 for an interval), not {count}"
+    if not asked.file.parent.is_dir():
+        return f"file: there is no folder {asked.file.parent}"
+    if asked.verb == "turns" and asked.file.exists():
+        return f"file: {asked.file} exists; turns are not continued, name a new one"
+    return None
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python results/h200/step_peers.py runs/step_peers.csv small medium large      # one GPU; two or three minutes a size
 
-All variants of a size live in one process and take turns in rounds, forwards and backwards. The unit `step` is one step between two
-synchronisations, in seconds, `window` a tenth of ten steps between two, `host` the host's part of a step; `peak` is the most that a
-variant allocates while it is built and warmed up, less what the others hold, in bytes; `clock` (Hz) and `power` (W) are the GPU's,
-read behind each window while further steps run. Batch 4, AdamW on every parameter, the same number of tokens; the Llama has the
-built-in model's shape (grouped heads none, an untied head).
+All variants of a size live in one process and take turns in rounds, forwards and backwards. The unit `step` is one step between
+two synchronisations, in seconds, `window` a tenth of ten steps between two, `host` the host's part of a step; `peak` is the most
+that a variant allocates while it is built and warmed up, less what the others hold, in bytes; `clock` (Hz) and `power` (W) are
+the GPU's, read behind each window while further steps run; power is the mean of the last second, in which several variants may
+have run. Batch 4, AdamW on every parameter, the same number of tokens; the Llama has the built-in model's shape (grouped heads
+none, an untied head).
 """
 
 import argparse
@@ -164,8 +165,9 @@ def tell(rows: Rows) -> None:
         middle = statistics.median(values)
         factor, shown = SHOWN.get(unit, (1e3, "ms"))
         ours = statistics.median(samples.get((what, unit, FASTEST), values))
+        of_ours = "" if unit in ("clock", "power") else f"{middle / ours:6.3f} of ours, "
         print(
-            f"{what:12s} {variant:58s} {unit:7s} {factor * middle:9.3f} {shown:3s} {middle / ours:6.3f} of ours, n = {len(values)}",
+            f"{what:12s} {variant:58s} {unit:7s} {factor * middle:9.3f} {shown:3s} {of_ours}n = {len(values)}",
             flush=True,
         )
 

@@ -230,7 +230,7 @@ def test_a_killed_search_goes_on_where_it_stopped(tmp_path: Path):
     assert after[: len(before)] == before
     assert len(after) > len(before), "one more measurement, and not the start again"
     assert {record.key for record in after[len(before) :]} - {record.key for record in before}
-    assert "The budget is spent" in json.loads(out)["answer"][0]["verdict"]
+    assert "The budget leaves no room for the rest" in json.loads(out)["answer"][0]["verdict"]
 
 
 def _trial_losses(**options: object) -> list[float]:

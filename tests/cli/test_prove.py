@@ -166,7 +166,7 @@ def test_the_budget_ends_it_and_the_answer_says_what_was_not_tried(
     fake: FakeGroups, capsys: pytest.CaptureFixture[str]
 ):
     out = shown(capsys, "--budget-minutes", "0.000001", code=4)
-    assert "It stayed within its budget; the same command goes on. Not tried: " in out
+    assert "The budget leaves no room for the rest; the same command goes on. Not tried: " in out
     assert "attention=sdpa" in out
     assert len(Store(Path("p.jsonl")).read()) == 2, "the profile, and the first measurement"
     plan = json.loads(shown(capsys, "--dry-run", "--json"))

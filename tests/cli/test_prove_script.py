@@ -161,7 +161,13 @@ def a_tried(verdict: str, /, **fields: str) -> Tried:
     return Tried(candidate=Candidate(fields=fields, cause="data"), step=step)
 
 
-def shown(folder: Path, capsys: pytest.CaptureFixture[str], *words: str, **values: Any) -> str:
+def shown(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    *words: str,
+    how: GridOptions = GridOptions(),
+    **values: Any,
+) -> str:
     """What a finished proof prints of a script whose run waited for data."""
     (folder / "train.py").write_text(LOADER)
     record = a_run(
@@ -173,7 +179,7 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str], *words: str, **value
     assert "data" in [finding.cause for finding in one.budget.findings]
     lab = SimpleNamespace(command=command_of(record), changes=dict, store=Store(folder / "p.jsonl"))
     proof = Proof(start={}, measured_s=1.0, start_s=1.0, **values)
-    prove_script._show(one, proof, cast(ScriptLab, lab), GridOptions())
+    prove_script._show(one, proof, cast(ScriptLab, lab), how)
     return capsys.readouterr().out
 
 
@@ -183,10 +189,21 @@ def test_the_patch_has_the_winners_with_their_values(
 ):
     won = a_tried("faster", workers="2", compile="module")
     out = shown(tmp_path, capsys, *words, singles=[won, a_tried("slower", adamw="fused")], together=won)
-    assert "The winning changes without compile=module by lines of the script:\n--- a/train.py\n+++ b/train.py\n" in out
+    assert "The winning changes by lines of the script:\n--- a/train.py\n+++ b/train.py\n" in out
+    assert "\nThe patch lacks compile=module.\n" in out
     assert "+loader = DataLoader(data, num_workers=2, persistent_workers=True)\n" in out
     assert "fused=True" not in out
     assert f"trainstep run --apply workers=2,compile=module {' '.join(words) or 'train.py'}" in out
+
+
+def test_programs_and_the_page_are_told_what_the_patch_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    won = a_tried("faster", workers="2", compile="module")
+    page = tmp_path / "page.html"
+    out = shown(tmp_path, capsys, how=GridOptions(json=True, page=page), singles=[won], together=won)
+    [patch] = [row for row in json.loads(out)["rows"] if row["kind"] == "patch"]
+    assert patch["patch"].startswith("--- a/train.py\n")
+    assert patch["note"] == "The patch lacks compile=module."
+    assert "The patch lacks compile=module." in page.read_text()
 
 
 def test_without_winners_there_is_no_patch_and_the_lines_are_said_to_be_suggestions(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainstep.explain.causes import CAUSES
-from trainstep.explain.script_patch import _KEYWORDS, keywords_of_changes, keywords_of_pages, leaves_calls, patch_of
+from trainstep.explain.script_patch import _KEYWORDS, keywords_of_changes, keywords_of_pages, patch_of, winning_patch
 
 SCRIPT = """\
 import re, torch
@@ -84,24 +84,71 @@ def test_the_keywords_are_those_of_the_lines(cause: str):
         assert ", ".join(f"{name}={value}" for name, value in keyword.values.items()) in lines
 
 
+def applied(folder: Path, text: str, changes: dict[str, str]) -> str:
+    """The script as `git apply` leaves it."""
+    (folder / "train.py").write_text(text, newline="")
+    patch = patch_of("train.py", text, keywords_of_changes(changes))
+    if patch:
+        subprocess.run(["git", "apply", "-"], cwd=folder, input=patch.encode(), check=True)
+    return (folder / "train.py").read_bytes().decode()
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("DataLoader(x, persistent_workers=False)", "DataLoader(x, persistent_workers=True, num_workers=3)"),
         ("DataLoader(x, num_workers=2)", "DataLoader(x, num_workers=3, persistent_workers=True)"),
-        ("DataLoader(\n  x, num_workers=0, y=1\n)", "DataLoader(\n  x, num_workers=3, y=1, persistent_workers=True\n)"),
+        (
+            "DataLoader(\n  x, num_workers=0, y=1\n)",
+            "DataLoader(\n  x, num_workers=3, y=1, persistent_workers=True\n)",
+        ),
         ("DataLoader(x, 4, True)", "DataLoader(x, 4, True, num_workers=3, persistent_workers=True)"),
+        ("DataLoader(x)\r\nb = 1", "DataLoader(x, num_workers=3, persistent_workers=True)\r\nb = 1"),
+        ("'\f'; b = DataLoader(x)", "'\f'; b = DataLoader(x, num_workers=3, persistent_workers=True)"),
+        (
+            "DataLoader(num_workers=0, dataset=DataLoader(xy))",
+            "DataLoader(num_workers=3, dataset=DataLoader(xy, num_workers=3, persistent_workers=True), "
+            "persistent_workers=True)",
+        ),
         ("DataLoader(x, num_workers=4)", None),
+        ("DataLoader(x, 4, True, None, None, 4)", None),
     ],
-)  # fmt: skip
+)
 def test_a_measured_number_of_workers_takes_the_place_of_a_smaller_one(before: str, after: str | None, tmp_path: Path):
-    keywords, text = keywords_of_changes({"workers": "3"}), f"loader = {before}\n"
-    (tmp_path / "train.py").write_text(text)
-    patch = patch_of("train.py", text, keywords)
-    if after is not None:
-        subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch.encode(), check=True)
-    assert (tmp_path / "train.py").read_text() == (f"loader = {after}\n" if after else text)
-    assert not leaves_calls(text, keywords)
+    text = f"é = {before}\n"
+    assert applied(tmp_path, text, {"workers": "3"}) == (f"é = {after}\n" if after else text)
+    assert winning_patch("train.py", text + "c = DataLoader(y)\n", {"workers": "3"}).words == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("AdamW(p, fused=False)", "AdamW(p, fused=True)"),
+        ("Adam(p, foreach=False)", "Adam(p, foreach=False, fused=True)"),
+        ("AdamW(p, foreach=True, fused=False)", None),  # torch refuses both
+        ("AdamW(p, differentiable=True)", None),
+    ],
+)
+def test_an_optimizer_is_fused_where_torch_takes_it(before: str, after: str | None, tmp_path: Path):
+    text = f"o = {before}\n"
+    assert applied(tmp_path, text, {"adamw": "fused"}) == (f"o = {after}\n" if after else text)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("to(0)", "to(0, non_blocking=True)"),
+        ("to(dtype=half, device='cuda')", "to(dtype=half, device='cuda', non_blocking=True)"),
+        ("to(device, True)", None),
+        ("to(device, non_blocking=False)", None),  # the script may have a reason
+        ("to('cpu')", None),  # the host would not wait for the data either
+        ("to(device=torch.device('cpu'))", None),
+    ],
+)
+def test_copies_to_a_gpu_need_not_wait(before: str, after: str | None, tmp_path: Path):
+    text = f"for b in loader:\n    x = b.{before}\n"
+    expected = f"for b in loader:\n    x = b.{after}\n" if after else text
+    assert applied(tmp_path, text, {"copies": "non_blocking"}) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,13 +158,20 @@ def test_a_measured_number_of_workers_takes_the_place_of_a_smaller_one(before: s
         "DataLoader(x, **options)",
         "DataLoader(*arguments)",
         "DataLoader(x, 4, True, None, None, 2)",  # a keyword as well would be an error when the script runs
+        "DataLoader((x))",
     ],
 )
-def test_a_call_whose_value_only_the_script_knows_stays_and_is_told(call: str):
-    keywords = keywords_of_changes({"workers": "3"})
-    assert patch_of("train.py", f"loader = {call}\n", keywords) == ""
-    assert leaves_calls(f"loader = {call}\nother = DataLoader(y)\n", keywords)
-    assert not leaves_calls("other = DataLoader(y)\n", keywords)
+def test_a_call_that_cannot_be_patched_stays_and_is_told(call: str, tmp_path: Path):
+    text = f"loader = {call}\n"
+    assert applied(tmp_path, text, {"workers": "3"}) == text
+    patch = winning_patch("train.py", f"{text}other = DataLoader(y)\n", {"workers": "3", "gc": "off"})
+    assert patch.words == "The patch lacks gc=off. It leaves some calls as they were; they may lack workers=3."
+    assert winning_patch("train.py", text, {"workers": "3"}).words == "", "there is no patch"
+
+
+@pytest.mark.parametrize("text", ["a = 1\rb = DataLoader(x)\r", "s = '''a\rb'''\nb = DataLoader(x)\n"])
+def test_lines_that_end_as_only_python_ends_them_stay(text: str, tmp_path: Path):
+    assert applied(tmp_path, text, {"workers": "3"}) == text
 
 
 def test_a_script_without_a_last_newline_is_patched(tmp_path: Path):

@@ -79,7 +79,7 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
         ),
         (
             Proof(start=START, measured_s=1.0, untried=["compile=block"]),
-            "nothing was tried yet. It stayed within its budget",
+            "nothing was tried yet. The budget leaves no room for the rest",
         ),
         (
             a_proof(FUSED),
@@ -88,15 +88,15 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
         (a_proof(), "no change could be compared."),
         (
             a_proof(ANOTHER, untried=["compile=block"]),
-            "no change could be compared. workers=2 is refused: another loss. It stayed within its budget; the same command goes "
-            "on. Not tried: compile=block.",
+            "no change could be compared. workers=2 is refused: another loss. The budget leaves no room for the rest; the "
+            "same command goes on. Not tried: compile=block.",
         ),
         (a_proof(HOPELESS, FUSED), "of 2 changes that were decided, none is faster."),
         (a_proof(FUSED, cut_off(1.2, adamw="fused")), "of 1 change that was decided, none is faster."),
         (
             a_proof(cut_off(1.2, workers="2"), untried=["compile=block", "adamw=fused"], unfinished=["workers=2"]),
-            "no comparison was finished. It stayed within its budget; the same command goes on. Not tried: compile=block and "
-            "adamw=fused. Not finished: workers=2.",
+            "no comparison was finished. The budget leaves no room for the rest; the same command goes on. Not tried: "
+            "compile=block and adamw=fused. Not finished: workers=2.",
         ),
         (
             a_proof(BLOCK, together=tried("cannot tell", 1.0, compile="block")),
@@ -106,11 +106,11 @@ def test_the_answer_says_what_became_of_all_together_where_one_alone_is_taken():
             a_proof(BLOCK, FUSED, untried=[TOGETHER]),
             "with compile=block a step takes 0.500 (99 % interval 0.400 to 0.600) of the original's time: 500.0 ms less (400.0 ms "
             "to 600.0 ms) of 1,000 ms, predicted 400.0 ms. Not yet compared together. Of 2 predicted gains that were measured, 1 "
-            f"held. It stayed within its budget; the same command goes on. Not tried: {TOGETHER}.",
+            f"held. The budget leaves no room for the rest; the same command goes on. Not tried: {TOGETHER}.",
         ),
         (
             a_proof(cut_off(0.6, compile="block"), untried=["compile=block, a second time"]),
-            "compile=block seemed faster, without a verdict so far, and nothing else was. It stayed within its budget",
+            "compile=block seemed faster, without a verdict so far, and nothing else was. The budget leaves no room for the rest",
         ),
         (
             a_proof(

@@ -7,7 +7,7 @@ measure/run/changed/script_lab.py runs the processes.
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +19,7 @@ from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.script import text_of_changes
 from trainstep.explain.proof import Candidate, Proof
 from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates, workers_for
-from trainstep.explain.script_patch import (
-    Keyword,
-    keywords_of_changes,
-    keywords_of_pages,
-    leaves_calls,
-    lines_to_write,
-    patch_of,
-)
+from trainstep.explain.script_patch import Patch, keywords_of_pages, lines_to_write, patch_of, winning_patch
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.measure.machine.environment import cores
 from trainstep.measure.run.changed.script_command import ScriptCommand, command_of
@@ -155,7 +148,8 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
     if won:
         command = shlex.join(["trainstep", "run", "--apply", text_of_changes(won), *lab.command.words])
     to_write = lines_to_write(one.budget)
-    patch, missing, partly = _winning_patch(lab.command, won)
+    text, path = _script(lab.command.folder, lab.command.file)
+    patch = winning_patch(path, text, won)
     answer = proof_answer(one.label, proof, command=command)
     answers = [answer, *explain_answers([one])]
     lines = [script_table(one, to_write, note=_SUGGESTED)] if to_write else []
@@ -163,17 +157,14 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
     show_found(answers, tables, as_json=how.json, every=how.every, for_programs=[*tables, patch_table(one, patch)])
     stream = sys.stderr if how.json else sys.stdout
     if how.page is not None:
-        written = [f"Patch: {patch}"] if patch else []
+        written = [f"Patch: {patch.text}", *([patch.words] if patch.words else [])] if patch.text else []
         section = Section(title=f"What to write: {one.label}", paragraphs=tuple(written), tables=tuple(lines))
         sections = [proof_section(one, proof, answer), *([section] if lines else []), *explain_sections([one])]
         write_proof_page(one, sections, answers, how.page)
     with outliving_reader(stream):
-        if patch and not how.json:
-            but = f" without {text_of_changes(missing)}" if missing else ""
-            print(f"\nThe winning changes{but} by lines of the script:\n{visible(patch)}", file=stream)
-            if partly:
-                unclear = "Calls whose values only the script knows are as they were; they may lack"
-                print(f"{unclear} {text_of_changes(partly)}.", file=stream)
+        if patch.text and not how.json:
+            print(f"\nThe winning changes by lines of the script:\n{_visible_lines(patch.text)}", end="", file=stream)
+            print(*([patch.words] if patch.words else []), sep="", file=stream)
         if command is not None and not how.json:
             print(f"\nThe winning changes:\n{visible(command)}\n", file=stream)
         print(f"records: {lab.store.path}", file=stream)
@@ -195,13 +186,14 @@ def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
     folder = str(one.row.record.fact("script_folder", ""))
     file = os.path.join(folder, str(one.row.record.config["script"]))
     workers = workers_for(one.row.record.environment.cores, ranks=one.row.record.config.get("ranks", 1))
-    patch = _patch(folder, file, keywords_of_pages([item.cause for item in to_write], workers=workers))
+    text, path = _script(folder, file)
+    patch = patch_of(path, text, keywords_of_pages([item.cause for item in to_write], workers=workers))
     answers = [script_answer(one, to_write, patch, reason), *explain_answers([one])]
     tables = [script_table(one, to_write), *explain_tables([one])]
-    for_programs = [*tables, patch_table(one, patch)]
+    for_programs = [*tables, patch_table(one, Patch(text=patch, lacks={}, may_lack={}))]
     show_found(answers, tables, as_json=how.json, every=how.every, for_programs=for_programs)
     with outliving_reader(sys.stdout):
-        print(f"\n{visible(patch)}" if patch and not how.json else "", end="", flush=True)
+        print(f"\n{_visible_lines(patch)}" if patch and not how.json else "", end="", flush=True)
     if how.page is not None:
         paragraphs = (answers[0].text, *([f"Patch: {patch}"] if patch else []))
         section = Section(title=f"What to write: {one.label}", paragraphs=paragraphs, tables=(tables[0],))
@@ -210,21 +202,9 @@ def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
     return FAULTED
 
 
-def _winning_patch(command: ScriptCommand, won: Mapping[str, str]) -> tuple[str, dict[str, str], dict[str, str]]:
-    """The patch that does the same as the changes that won, those that it cannot make, and those that it makes for some calls."""
-    text, path = _script(command.folder, command.file)
-    alone = {name: keywords_of_changes({name: value}) for name, value in won.items()}
-    missing = {name: won[name] for name, keywords in alone.items() if not patch_of(path, text, keywords)}
-    partly = {
-        name: won[name] for name, keywords in alone.items() if name not in missing and leaves_calls(text, keywords)
-    }
-    return patch_of(path, text, keywords_of_changes(won)), missing, partly
-
-
-def _patch(folder: str, file: str, keywords: Sequence[Keyword]) -> str:
-    """The patch of the script as it is now, to apply in the run's folder; empty if the script is not here."""
-    text, path = _script(folder, file)
-    return patch_of(path, text, keywords)
+def _visible_lines(patch: str) -> str:
+    """The patch with control characters written out, but for the ends of lines, without which it would not apply."""
+    return "\r\n".join(visible(lines) for lines in patch.split("\r\n"))
 
 
 def _script(folder: str, file: str) -> tuple[str, str]:

@@ -19,7 +19,8 @@ _ELSEWHERE_S = 0.02
 def wait_for_gloo_threads(timeout_s: float = 1.0, name: str = _NAME) -> bool:
     """Return as soon as every thread with this name sleeps, at most after `timeout_s`; whether they do.
 
-    A message that is still under way does not count: its thread sleeps too, until the network wakes it. Wait for such yourself.
+    Whoever ends a profiler does so even if they do not: a script cannot wait for ever, and the end is seldom fatal. A message
+    that is still under way does not count: its thread sleeps too, until the network wakes it. Wait for such yourself.
     """
     if not _THREADS.exists():
         time.sleep(_ELSEWHERE_S)

@@ -59,8 +59,13 @@ class _CudaHistory:
     def start(self) -> None:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=RING_ENTRIES)
 
-    def spans(self) -> AbstractContextManager[Any]:
-        return profile(activities=[ProfilerActivity.CPU])
+    @contextmanager
+    def spans(self) -> Iterator[None]:
+        with profile(activities=[ProfilerActivity.CPU]):
+            try:
+                yield
+            finally:
+                wait_for_gloo_threads()
 
     def stop(self) -> tuple[dict[str, Any], None]:
         document: dict[str, Any] = torch.cuda.memory._snapshot()

@@ -69,12 +69,14 @@ def record_steps(
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize()
     with _profiler(activities) as profiler:
-        for number in range(steps):
-            with span(f"step {number}"):
-                run_step()
-        if drain is not None:
-            drain()
-        wait_for_gloo_threads()
+        try:
+            for number in range(steps):
+                with span(f"step {number}"):
+                    run_step()
+            if drain is not None:
+                drain()
+        finally:
+            wait_for_gloo_threads()
     profiler.export_chrome_trace(str(path))
 
 

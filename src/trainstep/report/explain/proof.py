@@ -27,7 +27,11 @@ TIMING_FIELDS = frozenset(
 
 def proof_answer(label: str, proof: Proof, out_config: str | None = None, command: str | None = None) -> Answer:
     """The answer: what was proved, how many predictions held, and how to use it. `command`: runs the script with the changes."""
-    left = " It stayed within its budget; the same command goes on." if proof.untried or proof.unfinished else ""
+    left = (
+        " The budget leaves no room for the rest; the same command goes on."
+        if proof.untried or proof.unfinished
+        else ""
+    )
     left += f" Not tried: {listed(proof.untried)}." if proof.untried else ""
     left += f" Not finished: {listed(proof.unfinished)}." if proof.unfinished else ""
     best = proof.best

@@ -1,7 +1,7 @@
 """Shows the lines to write in a user's own script, one for each finding, and a patch where calls were recognised."""
 
 from trainstep.explain.causes import CAUSES, page_of
-from trainstep.explain.script_patch import ToWrite
+from trainstep.explain.script_patch import Patch, ToWrite
 from trainstep.report.explain.budgets import Explained
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, TEXT, listed
@@ -53,7 +53,7 @@ def script_table(one: Explained, to_write: list[ToWrite], note: str = "") -> Tab
     return Table.of(f"What to write: {one.label}", rows, columns, note=note, raw=raw)
 
 
-def patch_table(one: Explained, patch: str) -> Table:
+def patch_table(one: Explained, patch: Patch) -> Table:
     """The patch as a row for JSON only; the table shows nothing."""
-    raw = [{"cell": one.label, "kind": "patch", "patch": patch}]
+    raw = [{"cell": one.label, "kind": "patch", "patch": patch.text, "note": patch.words or None}]
     return Table.of(f"Patch: {one.label}", [], [Column("patch", TEXT)], raw=raw)

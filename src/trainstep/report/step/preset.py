@@ -18,7 +18,9 @@ def preset_answer(label: str, result: Result, toml: str) -> Answer:
     verdict, helps = _verdict(result)
     left = ""
     if result.untried:
-        left = f" The budget is spent; the same command goes on. Not tried: {listed(result.untried)}."
+        left = (
+            f" The budget leaves no room for the rest; the same command goes on. Not tried: {listed(result.untried)}."
+        )
     use = f"`trainstep bench --config {toml}` takes these options." if helps else ""
     return Answer(workload="train_step", verdict=f"{label}: {verdict}{left}", suggestion=use)
 
