@@ -14,7 +14,7 @@ import difflib
 import io
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainstep.config.script import text_of_changes
@@ -108,11 +108,12 @@ def keywords_of_changes(changes: Mapping[str, str]) -> list[Keyword]:
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """A patch that does the same as changes, those that it lacks, and those that calls may lack which it leaves as they were."""
+    """A unified diff, empty if nothing is to be patched. `lacks`: changes that it does not make; `may_lack`: that it makes, but
+    perhaps not for all calls."""
 
     text: str
-    lacks: Mapping[str, str]
-    may_lack: Mapping[str, str]
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    may_lack: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -124,7 +125,7 @@ class Patch:
 
 
 def winning_patch(path: str, text: str, won: Mapping[str, str]) -> Patch:
-    """The patch of a script at `path` that does what the changes did that won."""
+    """The patch of the script at `path` that does the same as the winning changes."""
     keywords = {name: keywords_of_changes({name: value}) for name, value in won.items()}
     lacks = {name: won[name] for name, own in keywords.items() if not patch_of(path, text, own)}
     may_lack = {name: won[name] for name, own in keywords.items() if name not in lacks and _leaves_calls(text, own)}

@@ -17,7 +17,6 @@ _NAME = "ts_test_thread"
 FUTURES = """
 import os, torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 from trainstep.measure.harness.gloo_threads import wait_for_gloo_threads
 
 dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meeting", rank=0, world_size=1)
@@ -87,7 +86,5 @@ def test_after_it_every_message_of_gloo_has_ended(tmp_path: Path):
         timeout=100,
         check=True,
     )
-    early, late = map(int, done.stdout.split())
-    assert late == 0, (
-        f"{late} of 3000 messages had not ended; without waiting {early}"
-    )  # where none is early, it shows nothing
+    early, late = map(int, done.stdout.split())  # where no future is early, this shows nothing
+    assert late == 0, f"{late} of 3000 messages had not ended; without waiting {early}"

@@ -157,14 +157,17 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
     show_found(answers, tables, as_json=how.json, every=how.every, for_programs=[*tables, patch_table(one, patch)])
     stream = sys.stderr if how.json else sys.stdout
     if how.page is not None:
-        written = [f"Patch: {patch.text}", *([patch.words] if patch.words else [])] if patch.text else []
-        section = Section(title=f"What to write: {one.label}", paragraphs=tuple(written), tables=tuple(lines))
+        written = [f"Patch: {patch.text}", patch.words] if patch.text else []
+        section = Section(
+            title=f"What to write: {one.label}", paragraphs=tuple(filter(None, written)), tables=tuple(lines)
+        )
         sections = [proof_section(one, proof, answer), *([section] if lines else []), *explain_sections([one])]
         write_proof_page(one, sections, answers, how.page)
     with outliving_reader(stream):
         if patch.text and not how.json:
-            print(f"\nThe winning changes by lines of the script:\n{_visible_lines(patch.text)}", end="", file=stream)
-            print(*([patch.words] if patch.words else []), sep="", file=stream)
+            print(
+                f"\nThe winning changes by lines of the script:\n{_visible_lines(patch.text)}{patch.words}", file=stream
+            )
         if command is not None and not how.json:
             print(f"\nThe winning changes:\n{visible(command)}\n", file=stream)
         print(f"records: {lab.store.path}", file=stream)
@@ -190,7 +193,7 @@ def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
     patch = patch_of(path, text, keywords_of_pages([item.cause for item in to_write], workers=workers))
     answers = [script_answer(one, to_write, patch, reason), *explain_answers([one])]
     tables = [script_table(one, to_write), *explain_tables([one])]
-    for_programs = [*tables, patch_table(one, Patch(text=patch, lacks={}, may_lack={}))]
+    for_programs = [*tables, patch_table(one, Patch(text=patch))]
     show_found(answers, tables, as_json=how.json, every=how.every, for_programs=for_programs)
     with outliving_reader(sys.stdout):
         print(f"\n{_visible_lines(patch)}" if patch and not how.json else "", end="", flush=True)

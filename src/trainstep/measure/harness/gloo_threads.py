@@ -2,8 +2,8 @@
 
 [Note: ended after it was awaited] gloo's thread first says that a message has arrived, which wakes whoever waits for the future
 (DistributedDataParallel does), and only then notes the end of the message's range in the profiler's memory. If the profiler
-ends between the two, the note goes into memory that is free again, and malloc ends the process at once or later. With torch
-2.13, on one core, 6 of 400 futures were that early. Nothing in torch waits for the second step. But a thread that has not
+ends between the two, the note goes into memory that is free again, and malloc ends the process at once or later: rare, and
+made certain by results/cpu/gloo_profiler.py (torch 2.13). Nothing in torch waits for the second step. But a thread that has not
 taken it runs, or waits for a core, while one without work sleeps, and Linux says which.
 """
 

@@ -17,7 +17,7 @@ from trainstep.report.kit.forms import MS, RATIO, TEXT, listed, ms_words
 from trainstep.report.kit.output_file import FIRST_LINES
 from trainstep.report.kit.tables import Column, Line, Table
 from trainstep.report.kit.visible import one_line
-from trainstep.report.step.preset import interval_words, step_fields, toml_value
+from trainstep.report.step.preset import GOES_ON, interval_words, step_fields, toml_value
 
 TIMING_FIELDS = frozenset(
     ("steps", "warmups", "seed", "window_steps", "check_agreement", "workload", "nvtx", "cold_compile")
@@ -27,11 +27,7 @@ TIMING_FIELDS = frozenset(
 
 def proof_answer(label: str, proof: Proof, out_config: str | None = None, command: str | None = None) -> Answer:
     """The answer: what was proved, how many predictions held, and how to use it. `command`: runs the script with the changes."""
-    left = (
-        " The budget leaves no room for the rest; the same command goes on."
-        if proof.untried or proof.unfinished
-        else ""
-    )
+    left = f" {GOES_ON}" if proof.untried or proof.unfinished else ""
     left += f" Not tried: {listed(proof.untried)}." if proof.untried else ""
     left += f" Not finished: {listed(proof.unfinished)}." if proof.unfinished else ""
     best = proof.best

@@ -12,15 +12,15 @@ from trainstep.report.kit.output_file import FIRST_LINES
 from trainstep.report.kit.tables import Column, Table
 from trainstep.report.kit.visible import one_line
 
+GOES_ON = "The budget leaves no room for the rest; the same command goes on."
+
 
 def preset_answer(label: str, result: Result, toml: str) -> Answer:
     """The answer: the result, the changes left untried, and the command that uses the preset."""
     verdict, helps = _verdict(result)
     left = ""
     if result.untried:
-        left = (
-            f" The budget leaves no room for the rest; the same command goes on. Not tried: {listed(result.untried)}."
-        )
+        left = f" {GOES_ON} Not tried: {listed(result.untried)}."
     use = f"`trainstep bench --config {toml}` takes these options." if helps else ""
     return Answer(workload="train_step", verdict=f"{label}: {verdict}{left}", suggestion=use)
 
