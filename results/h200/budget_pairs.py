@@ -72,7 +72,7 @@ def pair(budget_gib: float, how: dict[str, object]) -> Rows:
             variants[name] = whole
             break
         del whole
-    in_rounds(what, variants, rows, rounds=ROUNDS)
+    in_rounds(what, variants, rows, rounds=range(ROUNDS))
     return rows
 
 

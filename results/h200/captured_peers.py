@@ -13,7 +13,7 @@ import argparse
 import csv
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -75,18 +75,18 @@ def steps_of(size: str, replays: Replays, rows: Rows) -> None:
             take(index)
         torch.cuda.synchronize()
         variants[name] = take
-    in_rounds(size, variants, rows, rounds=ROUNDS, replays=replays)
+    in_rounds(size, variants, rows, rounds=range(ROUNDS), replays=replays)
     variants.clear()
     torch._dynamo.reset()
     torch.cuda.empty_cache()
 
 
 def in_rounds(
-    what: str, variants: Mapping[str, Take], rows: Rows, *, rounds: int, replays: Replays | None = None
+    what: str, variants: Mapping[str, Take], rows: Rows, *, rounds: Iterable[int], replays: Replays | None = None
 ) -> None:
-    """Time single steps and windows of steps of all variants in turns, forwards and backwards, and read the GPU's state."""
+    """Time single steps and windows of steps of all variants in turns, and read the GPU's state. Odd rounds go backwards."""
     gpu = GpuState(str(torch.cuda.get_device_properties(0).uuid))
-    for index in range(rounds):
+    for index in rounds:
         for name in list(variants)[:: 1 if index % 2 else -1]:
             take = variants[name]
             for step in range(WINDOW):

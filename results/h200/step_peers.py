@@ -14,6 +14,7 @@ import argparse
 import csv
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,9 +115,10 @@ def warm(name: str, size: str, context: int) -> tuple[Take, int]:
     return take, torch.cuda.max_memory_allocated() - held
 
 
-def steps_of(size: str, context: int, names: list[str], rows: Rows) -> None:
-    """Time every variant of a size."""
+def steps_of(size: str, context: int, names: list[str], write: Callable[[Rows], None]) -> Rows:
+    """Time every variant of a size. Rows are written as they come, so that a run that is cut off keeps its rounds."""
     what = f"{size} {context}"
+    rows: Rows = []
     variants: dict[str, Take] = {}
     for name in names:
         began = time.perf_counter()
@@ -127,10 +129,16 @@ def steps_of(size: str, context: int, names: list[str], rows: Rows) -> None:
             continue
         rows.append((what, name, "peak", peak))
         print(f"{what}: {name}: ready after {time.perf_counter() - began:.0f} s", flush=True)
-    in_rounds(what, variants, rows, rounds=ROUNDS)
+    write(rows)
+    for index in range(ROUNDS):
+        of_round: Rows = []
+        in_rounds(what, variants, of_round, rounds=[index])
+        write(of_round)
+        rows += of_round
     variants.clear()
     torch._dynamo.reset()
     torch.cuda.empty_cache()
+    return rows
 
 
 def main() -> None:
@@ -148,12 +156,13 @@ def main() -> None:
     with open(asked.file, "x", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("what", "variant", "unit", "value"))
-        for size in asked.sizes:
-            rows: Rows = []
-            steps_of(size, asked.context, names, rows)
+
+        def write(rows: Rows) -> None:
             writer.writerows((*row[:3], f"{row[3]:.9g}") for row in rows)
             file.flush()
-            tell(rows)
+
+        for size in asked.sizes:
+            tell(steps_of(size, asked.context, names, write))
 
 
 def tell(rows: Rows) -> None:
