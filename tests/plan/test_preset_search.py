@@ -17,7 +17,7 @@ from trainstep.plan.preset import (
     changes_within,
     search,
 )
-from trainstep.plan.trials import Options, Reference, Step, Trial, Trials, allowed_difference, difference_of
+from trainstep.plan.trials import Options, Reference, Step, Trial, Trials, allowed_difference, difference_of, name_of
 from trainstep.records.compare import Comparison
 
 START = {"model": "tiny"}
@@ -470,3 +470,11 @@ def test_precisions_are_tried_only_if_allowed_and_ops_only_in_our_model():
     assert "ops" not in own
     assert "attention" not in own
     assert "compile" in own
+
+
+@pytest.mark.parametrize("built_in", [True, False])
+def test_the_whole_model_is_compiled_behind_all_that_would_have_to_be_compiled_with_it(built_in: bool):
+    rows = [change for change in changes_within([], built_in=built_in) if change.when == ALWAYS]
+    assert rows[-1].options == {"compile": "model"}
+    names = [name_of(change.options) for change in rows]
+    assert not built_in or names.index("ops fused") < names.index("adamw trainstep"), "the larger gain first"

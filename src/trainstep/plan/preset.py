@@ -65,7 +65,7 @@ CHANGES = (
     _row(capture="auto"),
     _row(IF_PRECISION, capture="auto"),
     _row(compile="block", otherwise=_UNCAPTURED),
-    _row(compile="model", otherwise=_UNCAPTURED),
+    _row(built_in=True, ops="fused"),
     _row(adamw="trainstep"),
     _row(update="in_backward", otherwise={"adamw": "trainstep"}),
     _row(built_in=True, attention="trainstep"),
@@ -74,12 +74,14 @@ CHANGES = (
     _row(built_in=True, attention="sdpa_flash"),
     _row(built_in=True, attention="sdpa_cudnn"),
     _row(built_in=True, attention="flex"),
-    _row(built_in=True, ops="fused"),
+    _row(compile="model", otherwise=_UNCAPTURED),
     _row(IF_LESS, recompute="none", otherwise=_EVERY),
     _row(IF_LESS, recompute="selective", otherwise=_KEPT_ATTENTION),
     _row(IF_LESS, recompute="narrow", otherwise=_KEPT_ATTENTION),
 )
-"""The changes to try, the largest expected gain first. Less recomputation comes last, when other changes may have made room."""
+"""The changes to try, the largest expected gain first. The whole model is compiled after all that stays in its blocks, because its
+compilation, a minute of large models, would be part of every later trial. Less recomputation comes last, when other changes may
+have made room."""
 _BEFORE_PRECISIONS = "capture"
 """Allowed precisions are tried right after this option: without it a step may wait for the host, which is noisy, so that a
 comparison takes minutes, and hides what kernels gain. They come before the rest, since they decide which attentions can run.
