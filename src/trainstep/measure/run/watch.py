@@ -9,8 +9,9 @@ Outside of inspected steps a step costs the hooks (hooks.py) and `_end_step`, le
 never reaches the script: the watch then ends itself, and `trouble` says why.
 
 [Note: how often] An inspected step is slower, and reading its trace takes the script's time, from tenths of a second to seconds.
-The next inspection is therefore due when the time taken is one per cent of the time since. Records are written every ten seconds,
-later after every 2 % of the run, so that a run of a day has some hundreds.
+The next inspection is therefore due when the time taken is half a per cent of the time since: with the hooks, watching shall take
+at most one per cent of a step of 10 ms. Records are written every ten seconds, later after every 2 % of the run, so that a run of
+a day has some hundreds.
 """
 
 import gc
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from trainstep.measure.run.changed.steering import Steering  # imports kernels that few runs need
 
 _FIRST_INSPECTED = WARMUPS + 2
-_SHARE = 0.01
+_SHARE = 0.005
 """The share of the time that inspections may take."""
 _WRITE_S, _WRITE_SHARE = 10.0, 0.02
 _SEARCHES = 8
@@ -58,7 +59,7 @@ Listener = Callable[[int, Sequence[StepTimes]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Which steps are inspected. `every`: one step in so many; 0: none; None: as many as take one per cent of the time."""
+    """Which steps are inspected. `every`: one step in so many; 0: none; None: as many as take half a per cent of the time."""
 
     every: int | None = None
 
