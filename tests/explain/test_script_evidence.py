@@ -31,6 +31,15 @@ def test_a_slow_loader_is_found_and_the_rest_is_work_as_it_runs():
     assert budget.explained_share == pytest.approx(1.0)
 
 
+def test_workers_are_expected_to_gain_what_their_number_makes_room_for():
+    """Two cores: two workers have a batch of 20 ms ready every 10, and the rest of the step takes 7."""
+    run = a_run(parts_ms=parts(data=20.0, forward=3.0, backward=4.0), facts={"loader_workers": 0})
+    assert run.environment.cores == 2
+    (finding,) = step_budget(script_evidence([run]), None).findings
+    assert finding.gain.time_s == pytest.approx(0.017)
+    assert (finding.gain.low_s, finding.gain.high_s) == (0.0, pytest.approx(0.02))
+
+
 @pytest.mark.parametrize("file", ["<string>", "", "<stdin>"])
 def test_generated_code_is_no_place(file: str):
     """A dataclass's `__init__` is in `<string>`; what somebody typed is a place."""

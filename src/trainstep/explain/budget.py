@@ -56,12 +56,7 @@ _MODELLED = 0.25
 """Relative deviation of a group's time where no profile was taken and plan divided the whole."""
 _CALIBRATED = 0.05
 _WORK = (MATMUL, ATTENTION, MEMORY, OPTIMIZER)
-_REST = {
-    MATMUL: "matmul_shapes",
-    ATTENTION: "attention_kernel",
-    ATTENTION_MATMUL: "attention_kernel",
-    MEMORY: "unfused",
-}
+_REST = {MATMUL: "matmul_shapes", MEMORY: "unfused"} | dict.fromkeys((ATTENTION, ATTENTION_MATMUL), "attention_kernel")
 _REST |= {OPTIMIZER: "optimizer", CASTS: "casts", HOST_COPIES: "host_copies", OVERHEAD: "host_launches"}
 """Group -> the cause of what is left above its floor."""
 AS_THEY_RUN = "work as it runs"
@@ -220,6 +215,8 @@ class _Parts:
     def share_of(self, cause: str) -> float:
         """The share of the cause's excess that its change should gain where plan does not predict it."""
         sent = self.evidence
+        if cause == "data":
+            return sent.data_share
         if cause == "exposed_messages" and sent.message_fixed_s:
             return merged_share(sent.messages, sent.message_bytes, sent.message_fixed_s, sent.exposed_s)
         return expected_share(cause, measured_against_other=cause in self.against_other)

@@ -88,6 +88,8 @@ class Evidence:
     message_dtype: str = ""
     """The dtype assumed in `message_bytes`; empty where the bytes are known."""
     data_s: float = 0.0
+    data_share: float = 1.0
+    """Share of `data_s` that more workers of the loader should gain."""
     blocked_s: float = 0.0
     """Host time in calls that wait for the device."""
     recompile_s: float = 0.0

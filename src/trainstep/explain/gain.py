@@ -19,7 +19,8 @@ _MANY_PER_BUCKET = 2
 def expected_share(cause: str, *, measured_against_other: bool) -> float:
     """The share of a cause's excess that its change should gain, where plan does not predict it.
 
-    All of a wait, and all of an excess measured against another way of computing; else half.
+    All of a wait, and all of an excess measured against another way of computing; else half. What workers gain of a wait for data
+    depends on how many there are (`loaded_share`).
     """
     return 1.0 if cause in _KNOWN or measured_against_other else _EXPECTED
 
@@ -34,6 +35,23 @@ def merged_share(messages: int, nbytes: float, fixed_s: float, exposed_s: float)
     if messages < _MANY_PER_BUCKET * buckets or not exposed_s:
         return _EXPECTED
     return min(1.0, (messages - buckets) * fixed_s / exposed_s)
+
+
+def loaded_share(data_s: float, measured_s: float, *, workers: int, now: int | None) -> float:
+    """The share of a step's wait for data that a loader with so many worker processes should gain.
+
+    A loader without workers (`now` 0) makes a batch in the wait L = data_s. One with workers, which the step waits for, makes `now`
+    batches in a step, so L = now x measured_s. N workers have a batch ready every L / N, and the rest of the step takes
+    r = measured_s - data_s: max(0, L / N - r) is still waited for. All where `now` is unknown (None); `_EXPECTED` where there would
+    be no more workers than now, since then a cheaper transform is what is left.
+    """
+    if now is None or not data_s:
+        return 1.0
+    if workers <= now:
+        return _EXPECTED
+    batch_s = now * measured_s or data_s
+    left_s = max(0.0, batch_s / workers - (measured_s - data_s))
+    return max(0.0, 1 - left_s / data_s)
 
 
 def gain_of(

@@ -38,6 +38,8 @@ from trainstep.explain.evidence import (
     with_copies_as_casts,
     work_of,
 )
+from trainstep.explain.gain import loaded_share
+from trainstep.explain.script_changes import place_of, workers_for
 from trainstep.explain.script_habits import habits_of, pageable_copies
 from trainstep.explain.script_messages import messages_of
 from trainstep.records.record import Record, Samples
@@ -120,6 +122,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         message_dtype="fp32",
         synchronised_passes=messages.passes,
         data_s=data_s,
+        data_share=_data_share(records[-1], data_s, measured_s),
         blocked_s=blocked_s,
         recompile_s=recompile_s,
         allocator_s=sum(row["allocation_s"] for row in rows_of(last.tables.get("host"))),
@@ -131,6 +134,13 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         places=_places(waits, again),
         notes=() if of_gpu else matmul_rate(last),
     )
+
+
+def _data_share(record: Record, data_s: float, measured_s: float) -> float:
+    """The share of the wait for data that the workers should gain that a proof would try."""
+    place = place_of(record)
+    workers = workers_for(place.cores, ranks=place.ranks)
+    return loaded_share(data_s, measured_s, workers=workers, now=record.fact("loader_workers"))
 
 
 def matmul_rate(record: Record) -> tuple[str, ...]:

@@ -295,6 +295,7 @@ FACTS: Mapping[str, FactKind] = {
         "count", int, "modules and compiled losses of the script that compute what one of trainstep's ops does"
     ),
     "loader_batch_size": FactKind("count", int, "sequences in a batch of the data loader that was read first"),
+    "loader_workers": FactKind("count", int, "worker processes of the data loader that was read first"),
     "script_precision": FactKind("", str, "autocast's dtype, else the weights', else that of fp32 matmuls"),
     "process": FactKind("", str, "which window of a proof the record is of"),
     "turn": FactKind("count", int, "windows before this one, of the processes of a proof that started together"),

@@ -112,6 +112,7 @@ def test_a_step_is_divided_into_its_parts(tmp_path: Path):
     assert record.fact("steps_seen") == watch.steps == 12
     assert record.fact("ending") == "finished"
     assert record.fact("backward_passes") == 12
+    assert record.fact("loader_workers") == 0
     assert record.fact("forward_passes") == 11, "the first step shows which modules to follow"
     for name in ("step", "data_wait", "forward", "backward", "optimizer"):
         samples = record.samples[name]

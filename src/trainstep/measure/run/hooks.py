@@ -46,6 +46,8 @@ class Hooks:
         """The followed module that was called first, with gradients: the one that trains."""
         self.batch_size: int | None = None
         """The batch size of the first data loader that was read; None if the loader does not know it."""
+        self.workers: int | None = None
+        """The worker processes of the first data loader that was read; None before one was read."""
         self._clock = clock
         self._on_update = on_update
         self._thread = threading.get_ident()
@@ -171,6 +173,8 @@ class Hooks:
                 return method(loader, *arguments, **options)
             if self.batch_size is None:
                 self.batch_size = _batch_size_of(loader)
+            if self.workers is None:
+                self.workers = _workers_of(loader)
             self._clock.enter(Part.DATA)
             try:
                 return method(loader, *arguments, **options)
@@ -224,6 +228,11 @@ def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
     bound = method()
     if bound is not None:
         bound()
+
+
+def _workers_of(loader: Any) -> int:
+    """Worker processes of a loader or of its iterator; 0: batches are made where they are read."""
+    return int(getattr(loader, "num_workers", getattr(loader, "_num_workers", 0)))
 
 
 def _batch_size_of(loader: Any) -> int | None:

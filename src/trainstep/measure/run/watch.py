@@ -8,10 +8,9 @@
 Outside of inspected steps a step costs the hooks (hooks.py) and `_end_step`, less than 0.1 ms together. An error in here
 never reaches the script: the watch then ends itself, and `trouble` says why.
 
-[Note: how often] An inspected step is slower, and reading its trace takes the script's time, from tenths of a second to seconds.
-The next inspection is therefore due when the time taken is half a per cent of the time since: with the hooks, watching shall take
-at most one per cent of a step of 10 ms. Records are written every ten seconds, later after every 2 % of the run, so that a run of
-a day has some hundreds.
+[Note: how often] An inspected step is slower, and reading its trace takes the script tenths of a second to seconds. So the next
+inspection is due when the time taken is half a per cent of the time since: with the hooks, watching shall take at most one per cent
+of a step of 10 ms. Records are written every ten seconds, later after every 2 % of the run: some hundreds in a day.
 """
 
 import gc
@@ -344,6 +343,7 @@ class Watch:
             watching_s=self._watching_s,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
             own_profiler=self._others.seen or None,
+            loader_workers=self._hooks.workers,
             trained_elements=sum(parameter.numel() for parameter in self._trained()) or None,
             matmul_precision=matmul_precision(),
             update_share=self._clock.take_update_share(),
