@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from trainstep.cli.running.prove import Request, measure, proof_store, same_mach
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.script import text_of_changes
 from trainstep.explain.proof import Candidate, Proof
-from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates, workers_for
+from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, place_of, script_candidates, workers_for
 from trainstep.explain.script_patch import Patch, keywords_of_pages, lines_to_write, patch_of, winning_patch
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.measure.machine.environment import cores
@@ -129,13 +130,14 @@ def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions
 
 
 def _place(record: Record, first: Record | None, precision: str | None, batch_size: int | None) -> ScriptPlace:
-    return ScriptPlace(
-        on_gpu=record.config["device"] == "cuda",
-        ranks=int(record.config.get("ranks", 1)),
+    """The recorded run's place, but on this machine, and with what the original's first process says."""
+    place = place_of(record)
+    return replace(
+        place,
         cores=cores(),
         precision=precision,
         batch_size=batch_size,
-        compiles=bool((first or record).fact("compiled_graphs") or record.fact("compiled_graphs")),
+        compiles=place.compiles or bool(first is not None and first.fact("compiled_graphs")),
         fusable_parts=first.fact("fusable_parts") if first is not None else None,
     )
 
