@@ -130,12 +130,12 @@ def evidence_of(record: Record) -> Evidence:
     except ValueError:
         config = None
     waiting, communication = record.fact("waiting_s"), record.fact("communication_s")
-    fraction = verdict.get("exposed_share", 0.0) * verdict.get("step_s", 0.0)
     work = work_of(record.tables)
     measured_s = statistics.median(times)
     busy_s = record.fact("device_busy_s")
     sheet = machine_spec(record.environment.gpu)
-    exposed_s = record.fact("exposed_s", fraction) or 0.0
+    profiled_exposed_s = verdict.get("exposed_share", 0.0) * verdict.get("step_s", 0.0)
+    exposed_s = record.fact("exposed_s", profiled_exposed_s) or 0.0
     host = [row for row in rows_of(record.tables.get("host")) if row["phase"] != _ONLY_OUTSIDE]
     return Evidence(
         measured_s=measured_s,

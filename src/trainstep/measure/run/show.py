@@ -27,9 +27,8 @@ def shared_name(*more: str) -> str:
     """
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat")
-    started = (
-        stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
-    )  # in ticks since the machine started
+    # Its start in ticks since the machine's: the number of a process that has ended may be given again
+    started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
     digest = hashlib.sha256("\0".join((str(parent), started, *more)).encode()).hexdigest()
     return f"{datetime.now():%Y%m%d}-{digest[:6]}"
 
