@@ -84,7 +84,10 @@ def test_nothing_that_fits_ends_with_1(capsys: pytest.CaptureFixture[str]):
     ("options", "sentence"),
     [
         (["--fit", "heads"], "fit: 'heads' is not known; known: batch_size, context, layers"),
-        (["--fit", "batch_size", "--minimize", "time"], "fit: and --minimize are two searches; leave one of them out"),
+        (
+            ["--fit", "batch_size", "--minimize", "time"],
+            "fit: is another search than --minimize; leave one of them out",
+        ),
         (["--fit", "batch_size", "--network-gbs", "50"], "network_gbs: has no effect on --fit"),
         (["--fit", "batch_size", "--batch-size", "4"], "batch_size: is what --fit searches; leave it out"),
         (["--fit", "batch_size", "--context", "64,128"], "context: --fit searches for one step; give one value"),

@@ -54,8 +54,8 @@ def shown(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0, comm
         (["--processes", "6"], "processes: has no effect without --prove"),
         (["--allow-batch-size", "8"], "allow_batch_size: has no effect without --prove"),
         (["--prove", "--allow-precision", "bf17"], "allow_precision: 'bf17' is not known"),
-        (["--prove", "--allow-batch-size", "8,x"], "allow_batch_size: 'x' is no positive number"),
-        (["--prove", "--allow-batch-size", "0"], "allow_batch_size: '0' is no positive number"),
+        (["--prove", "--allow-batch-size", "8,x"], "allow_batch_size: 'x' is not a positive number"),
+        (["--prove", "--allow-batch-size", "0"], "allow_batch_size: '0' is not a positive number"),
         (["--prove", "--processes", "0"], "processes: must be at least 1"),
         (["--prove", "--resume", "--out", "a.jsonl"], "resume: --prove always goes on"),
         (["--prove", "--context", "16,32"], "prove: takes one step, and these options are 2"),
@@ -159,7 +159,7 @@ def test_a_killed_proof_goes_on_and_a_finished_one_answers_at_once(
     count = len(fake.ran)
     assert shown(capsys) == first
     assert len(fake.ran) == count
-    assert "it is finished" in shown(capsys, "--dry-run")
+    assert "nothing left to try" in shown(capsys, "--dry-run")
 
 
 def test_the_budget_ends_it_and_the_answer_says_what_was_not_tried(
@@ -172,7 +172,7 @@ def test_the_budget_ends_it_and_the_answer_says_what_was_not_tried(
     plan = json.loads(shown(capsys, "--dry-run", "--json"))
     assert "attention=sdpa" in plan["to_try"]
     shown(capsys)
-    assert "it is finished" in shown(capsys, "--dry-run")
+    assert "nothing left to try" in shown(capsys, "--dry-run")
 
 
 def test_a_dry_run_before_the_step_was_profiled_says_so(fake: FakeGroups, capsys: pytest.CaptureFixture[str]):

@@ -110,7 +110,7 @@ def show_grades(
     `tell`: shows the progress.
     """
     if not path.exists():
-        raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
+        raise ValueError(f"grade: {path} does not exist; give a file of records or a folder with some")
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     published = sorted(path.glob("*.toml")) if path.is_dir() and not files else [path] if path.suffix == ".toml" else []
     if published:

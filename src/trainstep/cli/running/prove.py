@@ -75,7 +75,7 @@ def request_of(proof: ProveOptions) -> Request:
     sizes = []
     for word in [] if proof.allow_batch_size is None else proof.allow_batch_size.split(","):
         if not word.strip().isdecimal() or not int(word):
-            raise ValueError(f"allow_batch_size: {word.strip()!r} is no positive number; write it as 8,16")
+            raise ValueError(f"allow_batch_size: {word.strip()!r} is not a positive number; write sizes as 8,16")
         sizes.append(int(word))
     precisions = allowed_precisions(proof.allow_precision)
     return Request(
@@ -270,10 +270,12 @@ def show_plan(
             plan = {"dry_run": True, "label": one.label, "known": known, "to_try": proof.untried, "expected_s": left_s}
             print(json.dumps({**plan, "records": str(lab.store.path)}, indent=1))
             return 0
-        words = (
-            f"{len(proof.untried)} to try, about {span_words(left_s)} or more" if proof.untried else "it is finished"
+        left = (
+            f"{len(proof.untried)} to try, about {span_words(left_s)} or more"
+            if proof.untried
+            else "nothing left to try"
         )
-        print(f"{one.label}: of {len(found)} changes, {words}")
+        print(f"{one.label}: {len(found)} change{'' if len(found) == 1 else 's'}, {left}")
         for tried in proof.singles:
             print(f"  {tried.candidate.name}: {tried.step.word}: {tried.step.reason}")
         for name in proof.untried:

@@ -262,7 +262,7 @@ def _check_points(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
                 )
             if name == "traffic" and row["kind"] not in {str(kind) for kind in Kind}:
                 raise ValueError(
-                    f"calibration: {row['kind']!r} is no kind of kernel that this trainstep knows; update trainstep"
+                    f"calibration: {row['kind']!r} is not a kind of kernel that this version knows; update trainstep"
                 )
 
 

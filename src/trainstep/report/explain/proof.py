@@ -142,7 +142,7 @@ def _note(proof: Proof) -> str:
     spread = "" if proof.spread is None else f" Losses of two runs of the original differ by {proof.spread:.2g}."
     if proof.unchecked:
         spread = f" Whether a change keeps the losses cannot be checked: {proof.unchecked}."
-    left_out = "".join(f" Not among all together: {name}, because {why}." for name, why in proof.left_out)
+    left_out = "".join(f" Left out of all together: {name}, because {why}." for name, why in proof.left_out)
     return (
         f"Gains are of the explained step's {ms_words(proof.measured_s)}; each change was interleaved with the original in fresh "
         f"processes.{spread}{left_out}"
