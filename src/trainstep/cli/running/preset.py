@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, interrupt_says
 from trainstep.cli.options import GridOptions, is_installed
-from trainstep.cli.running.progress import CellProgress, span_words
+from trainstep.cli.running.progress import CellProgress, duration_words
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import expand
 from trainstep.config.run import PRECISIONS
@@ -161,7 +161,9 @@ def _show_plan(
         for result, plan in zip(results, plans, strict=True):
             count = len(result.untried)
             left = (
-                f"{count} to try, at most about {span_words(plan['expected_s'])}" if count else "the search is finished"
+                f"{count} to try, at most about {duration_words(plan['expected_s'])}"
+                if count
+                else "the search is finished"
             )
             print(one_line(f"{plan['label']}: {left}"))
             for step in result.steps:

@@ -18,7 +18,7 @@ from trainstep.cli.cells import FAULTED, UNFINISHED, check_kept, check_page, int
 from trainstep.cli.options import GridOptions, check_gpus, this_machine
 from trainstep.cli.profile import profile_cells
 from trainstep.cli.running.preset import allowed_precisions, lab_of, tell
-from trainstep.cli.running.progress import span_words
+from trainstep.cli.running.progress import duration_words
 from trainstep.cli.running.prove_options import ProveOptions
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import Cell, groups_along
@@ -185,7 +185,7 @@ def proof_store(how: GridOptions, request: Request) -> Store:
 
 
 def _prove(
-    one: Explained,
+    step: Explained,
     store: Store,
     bounds: "Limits",
     request: Request,
@@ -194,10 +194,10 @@ def _prove(
     began_s: float,
 ) -> int:
     """Measure what is to be tried, and show it. Returns the exit code."""
-    record, budget = one.row.record, one.budget
+    record, budget = step.row.record, step.budget
     config = planned_config(record.workload, record.config)
     start = start_of(record.workload, config)
-    predict = predictor(config, one.calibration, budget.measured_s)
+    predict = predictor(config, step.calibration, budget.measured_s)
     changes = candidates(
         budget,
         config,
@@ -211,16 +211,16 @@ def _prove(
     lab = lab_of(store, bounds, how, str(record.config["device"]), began_s=began_s)
     lab.start = start
     if how.dry_run:
-        return show_plan(one, measure(one, changes, lab, predict, how), changes, lab, how)
+        return show_plan(step, measure(step, changes, lab, predict, how), changes, lab, how)
     with store.locked(), interrupt_says(lambda: f"finished measurements are kept in {store.path}; run it again"):
-        tell(f"{one.label}: {len(changes)} changes to prove, records: {store.path}", how)
-        proof = measure(one, changes, lab, predict, how)
-    return _show(one, proof, store, request, how, here)
+        tell(f"{step.label}: {len(changes)} changes to prove, records: {store.path}", how)
+        proof = measure(step, changes, lab, predict, how)
+    return _show(step, proof, store, request, how, here)
 
 
 def measure(
-    one: Explained,
-    found: Sequence[Candidate],
+    step: Explained,
+    changes: Sequence[Candidate],
     lab: "Lab | ScriptLab",
     predict: Predict,
     how: GridOptions,
@@ -238,14 +238,14 @@ def measure(
 
     return prove(
         lab.start,
-        found,
-        one.budget.measured_s,
+        changes,
+        step.budget.measured_s,
         predict,
         key_of=lab.key_of,
         trial=lab.trial,
         compare=lab.compare,
         reserve=reserve,
-        said=announce,
+        announce=announce,
         needs_losses=needs_losses,
     )
 
@@ -253,11 +253,11 @@ def measure(
 def _progress_words(lab: "Lab | ScriptLab", place: int, of: int, candidate: Candidate) -> str:
     """`[2/6] capture step; about 3 min left`: more on a noisy machine; the last is all changes together."""
     left_s = lab.left_s(of - place + 1)
-    return f"[{place}/{of}] {candidate.name}; about {span_words(left_s)} left"
+    return f"[{place}/{of}] {candidate.name}; about {duration_words(left_s)} left"
 
 
 def show_plan(
-    one: Explained, proof: Proof, found: Sequence[Candidate], lab: "Lab | ScriptLab", how: GridOptions
+    step: Explained, proof: Proof, changes: Sequence[Candidate], lab: "Lab | ScriptLab", how: GridOptions
 ) -> int:
     """Print what the file of records has, what would be measured next, and about how long that takes."""
     each_s = lab.trial_s(proof.start) + lab.comparison_s(proof.start)
@@ -267,15 +267,15 @@ def show_plan(
     known = [{"change": tried.candidate.name, "outcome": tried.step.word} for tried in proof.singles]
     with outliving_reader(sys.stdout):
         if how.json:
-            plan = {"dry_run": True, "label": one.label, "known": known, "to_try": proof.untried, "expected_s": left_s}
+            plan = {"dry_run": True, "label": step.label, "known": known, "to_try": proof.untried, "expected_s": left_s}
             print(json.dumps({**plan, "records": str(lab.store.path)}, indent=1))
             return 0
         left = (
-            f"{len(proof.untried)} to try, about {span_words(left_s)} or more"
+            f"{len(proof.untried)} to try, about {duration_words(left_s)} or more"
             if proof.untried
             else "nothing left to try"
         )
-        print(f"{one.label}: {len(found)} change{'' if len(found) == 1 else 's'}, {left}")
+        print(f"{step.label}: {len(changes)} change{'' if len(changes) == 1 else 's'}, {left}")
         for tried in proof.singles:
             print(f"  {tried.candidate.name}: {tried.step.word}: {tried.step.reason}")
         for name in proof.untried:
@@ -284,13 +284,13 @@ def show_plan(
     return 0
 
 
-def _show(one: Explained, proof: Proof, store: Store, request: Request, how: GridOptions, here: Environment) -> int:
+def _show(step: Explained, proof: Proof, store: Store, request: Request, how: GridOptions, here: Environment) -> int:
     """Print the answers, the tables and the winning options; write the file of options and the page. Returns the exit code."""
     wins = proof.best is not None
     out_config = request.out_config if wins else None
-    answer = proof_answer(one.label, proof, None if out_config is None else str(out_config))
-    answers = [answer, *explain_answers([one])]
-    tables = [*([proof_table(one, proof)] if proof.singles else []), *explain_tables([one])]
+    answer = proof_answer(step.label, proof, None if out_config is None else str(out_config))
+    answers = [answer, *explain_answers([step])]
+    tables = [*([proof_table(step, proof)] if proof.singles else []), *explain_tables([step])]
     stream = sys.stderr if how.json else sys.stdout
     show_found(answers, tables, as_json=how.json, every=how.every)
     if wins and not how.json:
@@ -299,13 +299,13 @@ def _show(one: Explained, proof: Proof, store: Store, request: Request, how: Gri
     lines = [f"records: {store.path}"]
     if out_config is not None:
         command = shlex.join(["trainstep", *sys.argv[1:]])
-        toml = proof_toml(one.label, proof, command=command, records=str(store.path), here=here, answer=answer)
+        toml = proof_toml(step.label, proof, command=command, records=str(store.path), here=here, answer=answer)
         write_output("out_config", out_config, "proof", toml)
         lines.append(f"options: {out_config}")
     elif request.out_config is not None:
         lines.append(f"options: no change is certainly faster, so {request.out_config} was not written")
     if how.page is not None:
-        write_proof_page(one, [proof_section(one, proof, answer), *explain_sections([one])], answers, how.page)
+        write_proof_page(step, [proof_section(step, proof, answer), *explain_sections([step])], answers, how.page)
         lines.append(f"page: {how.page}")
     with outliving_reader(stream):
         print(*lines, sep="\n", file=stream, flush=True)
@@ -314,6 +314,6 @@ def _show(one: Explained, proof: Proof, store: Store, request: Request, how: Gri
     return FAULTED if proof.trouble else 0
 
 
-def write_proof_page(one: Explained, sections: Sequence[Section], answers: Sequence[Answer], path: Path) -> None:
-    text = make_page([one.row], title="What the changes gained", lead=list(sections), lead_answers=list(answers))
+def write_proof_page(step: Explained, sections: Sequence[Section], answers: Sequence[Answer], path: Path) -> None:
+    text = make_page([step.row], title="What the changes gained", lead=list(sections), lead_answers=list(answers))
     write_output("page", path, "html", text)

@@ -175,14 +175,14 @@ class _Messages:
         return link
 
     def _with_waiting(
-        self, config: RanksConfig, device: Mapping[str, Interval], found: Mapping[str, Mapping[str, float]]
+        self, config: RanksConfig, device: Mapping[str, Interval], added: Mapping[str, Mapping[str, float]]
     ) -> Exposed:
         """What messages and the wait for the slowest rank add; ranks meet in backward, where gradients are averaged."""
         share = waiting_share(config.ranks, self._topology.spread)
         waiting = {end: _WAITS[end] * share * sum(busy.time_s for busy in device.values()) for end in ENDS}
         meeting = Phase.BACKWARD if Phase.BACKWARD in device else Phase.FORWARD
         phases = {
-            phase: Interval(**{end: found[end][phase] + (waiting[end] if phase == meeting else 0.0) for end in ENDS})
+            phase: Interval(**{end: added[end][phase] + (waiting[end] if phase == meeting else 0.0) for end in ENDS})
             for phase in device
         }
         return Exposed(

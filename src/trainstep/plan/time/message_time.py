@@ -48,7 +48,7 @@ _MOST_RANKS = 8
 _FACTORS = {"low_s": 0.88, "time_s": 1.0, "high_s": 1.2}
 """A message's time relative to the calibration's, for each end of the interval."""
 _SLOWED = {"low_s": 0.15, "time_s": 0.45, "high_s": 0.75}
-"""The kernels beside a hidden message take longer by this share of the time in which its bytes move; fitted to the phases of captured
+"""The kernels beside a hidden message take longer by this share of the time in which its bytes move; fitted to phases of captured
 steps (results/h200/captured_ranks.jsonl, results/h100/plan_grids_ranks.jsonl)."""
 _CROWDED = 1.25
 """How much longer NCCL's hidden messages take, because their kernels share the device; from the same fit."""
@@ -150,7 +150,7 @@ def exposed_messages(
     link = _Link(calibration, config)
     parameters = transformer_parameters(model_of(config.run), config.run.precision, config.run.ops)
     timeline = _Timeline(exchange, parameters, link, layers=model_of(config.run).layers)
-    found = {}
+    added = {}
     for end, factor in _FACTORS.items():
         slowed = _SLOWED[end]
         timeline.crowded = _CROWDED
@@ -159,8 +159,8 @@ def exposed_messages(
         link.counts = end == "time_s"
         timeline.factor, timeline.slowed = factor, slowed
         busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
-        found[end] = timeline.added(busy_s, getattr(update or NOTHING, end))
-    phases = {phase: Interval(**{end: found[end][phase] for end in ENDS}) for phase in device}
+        added[end] = timeline.added(busy_s, getattr(update or NOTHING, end))
+    phases = {phase: Interval(**{end: added[end][phase] for end in ENDS}) for phase in device}
     guess = "messages by copies from NCCL's" if config.sync.transport == "copies" else link.guess
     return Exposed(
         phases=phases, sent_s=link.sent_s, messages=link.messages, payload_bytes=link.payload_bytes, guess=guess

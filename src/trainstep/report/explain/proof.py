@@ -1,6 +1,6 @@
 """Shows a proof: its answer, the predicted and measured gain of each change, and the winning options as TOML.
 
-proof_answer(label, proof), proof_table(one, proof), proof_toml(label, proof, ...)
+proof_answer(label, proof), proof_table(step, proof), proof_toml(label, proof, ...)
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from trainstep.explain.proof import AGAIN, TOGETHER, Proof, Tried
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.trials import ANOTHER_LOSS
 from trainstep.records.record import Environment
-from trainstep.report.explain.budgets import Explained, span_words
+from trainstep.report.explain.budgets import Explained, range_words
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.charts import Section
 from trainstep.report.kit.forms import MS, RATIO, TEXT, listed, ms_words
@@ -73,7 +73,7 @@ def _verdict(proof: Proof) -> str:
         confirmed += "" if best in proof.again else " Not yet compared a second time."
     return (
         f"with {_fields_words(best)} a step takes {interval_words(best.step)} of the original's time{per}: "
-        f"{ms_words(gain.time_s)} less ({span_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
+        f"{ms_words(gain.time_s)} less ({range_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
     )
 
 
@@ -105,7 +105,7 @@ def _fields_words(tried: Tried) -> str:
     return listed([f"{name}={value}" for name, value in tried.candidate.fields.items()])
 
 
-def proof_table(one: Explained, proof: Proof) -> Table:
+def proof_table(step: Explained, proof: Proof) -> Table:
     """A line for each change: its predicted and measured gain, and whether the prediction held.
 
     Then follow all changes together, and the changes that were compared a second time.
@@ -133,9 +133,9 @@ def proof_table(one: Explained, proof: Proof) -> Table:
     if proof.together is not None:
         lines.append(_line(proof, proof.together, "together"))
     lines += [_line(proof, tried, "again") for tried in proof.again]
-    raw = [{"cell": one.label, **line} for line in lines]
-    rows = [Line(one.row, line) for line in lines]
-    return Table.of(f"Gains, predicted and measured: {one.label}", rows, columns, note=_note(proof), raw=raw)
+    raw = [{"cell": step.label, **line} for line in lines]
+    rows = [Line(step.row, line) for line in lines]
+    return Table.of(f"Gains, predicted and measured: {step.label}", rows, columns, note=_note(proof), raw=raw)
 
 
 def _note(proof: Proof) -> str:
@@ -185,13 +185,13 @@ def _ends(name: str, interval: Interval | None, *, has_interval: bool = True) ->
     }
 
 
-def proof_section(one: Explained, proof: Proof, answer: Answer) -> Section:
+def proof_section(step: Explained, proof: Proof, answer: Answer) -> Section:
     """The proof on the page."""
     winning = [] if proof.best is None else ["The winning options: " + "; ".join(option_lines(proof)) + "."]
     return Section(
-        title=f"What the changes gained: {one.label}",
+        title=f"What the changes gained: {step.label}",
         paragraphs=(answer.text, *winning),
-        tables=(proof_table(one, proof),),
+        tables=(proof_table(step, proof),),
     )
 
 
@@ -222,6 +222,6 @@ def _comment(proof: Proof, tried: Tried) -> str:
     if gain is None:
         return f"{candidate.name}: {tried.step.word}: {tried.step.reason}"
     predicted = (
-        f", predicted {ms_words(candidate.gain.time_s)} ({span_words(candidate.gain)})" if candidate.gain else ""
+        f", predicted {ms_words(candidate.gain.time_s)} ({range_words(candidate.gain)})" if candidate.gain else ""
     )
-    return f"{candidate.name}: {tried.step.word}: gain {ms_words(gain.time_s)} ({span_words(gain)}){predicted}"
+    return f"{candidate.name}: {tried.step.word}: gain {ms_words(gain.time_s)} ({range_words(gain)}){predicted}"
