@@ -308,7 +308,7 @@ class _Parts:
         """The causes to remove from a group, in order: name, share of the group's remaining time, words of evidence."""
         removals, evidence = [], self.evidence
         if group == MATMUL and evidence.clock < 1:
-            words = f"the clock was {evidence.clock:.0%} of the highest: {evidence.throttle}"
+            words = f"the clock was {100 * evidence.clock:.0f} % of the highest: {evidence.throttle}"
             removals.append(("clocks", 1 - evidence.clock, words))
         if self.config is None or self.predicted is None or self.calibration is None:
             return removals
@@ -336,17 +336,12 @@ class _Parts:
         late_s = exposed_s * self.evidence.late_share
         floor_s = min(exposed_s - late_s, self.least.get(MESSAGES, 0.0))
         self.floor[MESSAGES] = floor_s
-        self.add(
-            "stragglers", late_s, f"for {self.evidence.late_share:.0%} of the messages' time a rank had not joined"
-        )
+        words = f"for {100 * self.evidence.late_share:.0f} % of the messages' time a rank had not joined"
+        self.add("stragglers", late_s, words)
         if (passes := self.evidence.synchronised_passes) > 1:
             again_s = (exposed_s - late_s) * (1 - 1 / passes)
-            self.add(
-                "accumulation_sync",
-                again_s,
-                f"each of {passes} backward passes sends every gradient",
-                exposed=exposed_s,
-            )
+            words = f"each of {passes} backward passes sends every gradient"
+            self.add("accumulation_sync", again_s, words, exposed=exposed_s)
             exposed_s -= again_s
         count, nbytes = self.evidence.messages, self.evidence.message_bytes
         counted = f", counted as {self.evidence.message_dtype}" if self.evidence.message_dtype else ""

@@ -264,5 +264,5 @@ def _others(record: Record) -> str:
     gpu, cpu, count = (record.fact(name) or 0 for name in ("gpu_busy_before", "cpu_busy_before", "gpu_other_processes"))
     if gpu > _BUSY_GPU or count:
         processes = f"{count} other process{'es' if count > 1 else ''} on the GPU" if count else "another process"
-        return f"{processes}, which used {gpu:.0%} of it just before" if gpu else processes
-    return f"other processes used {cpu:.0%} of the CPU just before" if cpu > _BUSY_CPU else ""
+        return f"{processes}, which used {100 * gpu:.0f} % of it just before" if gpu else processes
+    return f"other processes used {100 * cpu:.0f} % of the CPU just before" if cpu > _BUSY_CPU else ""

@@ -25,7 +25,18 @@ from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
 from trainstep.explain.floor import changed
 from trainstep.explain.gain import predicted_gain
-from trainstep.explain.proof import AGAIN, BATCH, BATCH_CAUSE, TOGETHER, Candidate, Proof, Tried, in_order, ratio_of
+from trainstep.explain.proof import (
+    AGAIN,
+    BATCH,
+    BATCH_CAUSE,
+    TOGETHER,
+    Candidate,
+    Proof,
+    Tried,
+    in_order,
+    precision_refusal,
+    ratio_of,
+)
 from trainstep.explain.room import what_fits
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
@@ -120,9 +131,8 @@ def candidates(
 
 
 def _refusal(config: RanksConfig, fields: Mapping[str, Any], precisions: Sequence[str]) -> str:
-    precision = fields.get("precision")
-    if precision is not None and precision not in precisions:
-        return f"it changes the losses: --allow-precision {precision} allows it"
+    if why := precision_refusal(fields, precisions):
+        return why
     if "capture" in fields and config.run.device == "cpu":
         return _UNGRAPHED
     if "attention" in fields or "ops" in fields:

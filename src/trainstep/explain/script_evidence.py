@@ -140,9 +140,8 @@ def matmul_rate(record: Record) -> tuple[str, ...]:
     if not flops or not time_s or spec is None or time_s < _MOST_MATMULS * work_of(record.tables).get(MATMUL, 0.0):
         return ()
     rate, peak = flops / time_s, spec.peak_flops["bf16"]
-    return (
-        f"The step's 16-bit matmuls reach {rate / 1e12:,.0f} TFLOP/s, {rate / peak:.0%} of the data sheet's {peak / 1e12:,.0f}.",
-    )
+    reached = f"{rate / 1e12:,.0f} TFLOP/s, {100 * rate / peak:.0f} % of the data sheet's {peak / 1e12:,.0f}"
+    return (f"The step's 16-bit matmuls reach {reached}.",)
 
 
 def _step_s(records: Sequence[Record]) -> float:
@@ -240,10 +239,11 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     on_gpu = share(lambda record: (record.fact("gpu_others_share") or 0.0) * record.duration_s) if on_device else 0.0
     if count and on_gpu > _QUIET:
         processes = f"{count} other process{'es' if count > 1 else ''}"
-        words = f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
+        words = f"{processes} used {100 * on_gpu:.0f} % of the GPU's multiprocessors"
         return _others_share_of_gpu(timed, on_gpu, count) * measured_s, words, True
     if min(waited, used) > _QUIET:
-        words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
+        waiting = f"for {100 * waited:.0f} % of the time a thread waited for a core"
+        words = f"{waiting}, and others used {100 * used:.0f} % of the machine"
         return min(waited, used) * measured_s, words, False
     return 0.0, "", False
 

@@ -89,7 +89,7 @@ def test_a_step_that_is_mostly_its_ops_says_so_before_a_small_finding():
     )
     assert verdict_of(budget) == (
         "The step takes 100.0 ms; 97.0 % is its ops as they run, of which backward is 60.0 %; `trainstep profile` shows them. "
-        "Largest excess: host launches, 3.000 ms, 3.0 % of the step: it was seen."
+        "Longest excess: host launches, 3.000 ms, 3.0 % of the step: it was seen."
     )
     kernels = replace(
         budget,

@@ -148,7 +148,7 @@ def _is(title: str) -> str:
 
 
 def verdict_of(budget: Budget) -> str:
-    """`The step takes 39.3 ms, and its work needs at least 3.7 ms. Largest excess: precision, 22.1 ms, ...`"""
+    """`The step takes 39.3 ms, and its work needs at least 3.7 ms. Longest excess: precision, 22.1 ms, ...`"""
     takes = f"The step takes {ms_words(budget.measured_s)}"
     above_s = budget.measured_s - budget.floor_s
     if not budget.findings:
@@ -160,10 +160,10 @@ def verdict_of(budget: Budget) -> str:
         AS_THEY_RUN in budget.floor
         and sum(finding.excess.time_s for finding in budget.findings) < _MINOR * budget.measured_s
     ):
-        return f"{takes}; {_as_it_runs(budget)} Largest excess: {excess_words(first, budget.measured_s, 'step')}{seen}"
+        return f"{takes}; {_as_it_runs(budget)} Longest excess: {excess_words(first, budget.measured_s, 'step')}{seen}"
     least = "takes" if AS_THEY_RUN in budget.floor else "needs at least"
     needs = f"{takes}, and its work {least} {ms_words(budget.floor_s)}" if budget.floor_s else takes
-    return f"{needs}. Largest excess: {excess_words(first, above_s, 'rest')}{seen}"
+    return f"{needs}. Longest excess: {excess_words(first, above_s, 'rest')}{seen}"
 
 
 def _as_it_runs(budget: Budget) -> str:
