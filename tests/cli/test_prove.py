@@ -11,9 +11,11 @@ import pytest
 
 from cell_maker import finish, start, wait_until
 from fake_groups import FakeGroups
+from record_maker import ENVIRONMENT, a_record
 from run_records import a_run
 from sources import ROOT
 from trainstep.cli import app
+from trainstep.cli.options import GridOptions
 from trainstep.cli.running import prove
 from trainstep.config.script import Part
 from trainstep.measure.harness import fork_client, lab, sweep
@@ -45,6 +47,34 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGroups:
 def shown(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0, command: list[str] = COMMAND) -> str:
     assert app.run([*command, *options]) == code
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("workload", "here", "sentence"),
+    [
+        (
+            "run",
+            ("A", 1),
+            "the step ran on 2 GPUs, and here 1 can be used; take a machine with 2, or a run of the script",
+        ),
+        (
+            "run",
+            ("B", 2),
+            "measured on A, and here is B; take a run of the script on this machine, by `trainstep run`, or",
+        ),
+        ("parallel", ("B", 2), "measured on A, and here is B; take --model, which explains a step of this machine, or"),
+    ],
+)
+def test_another_machine_is_refused_with_a_way_out(
+    workload: str, here: tuple[str, int], sentence: str, monkeypatch: pytest.MonkeyPatch
+):
+    record = a_record(
+        workload=workload, config={"device": "cuda", "ranks": 2}, environment=replace(ENVIRONMENT, gpu="A")
+    )
+    machine = replace(ENVIRONMENT, gpu=here[0], gpu_count=here[1])
+    monkeypatch.setattr(prove, "this_machine", lambda *_, **__: (machine, "cuda"))
+    with pytest.raises(ValueError, match=sentence):
+        prove.same_machine(record, GridOptions())
 
 
 @pytest.mark.parametrize(

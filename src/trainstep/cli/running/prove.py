@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, check_kept, check_page, interrupt_says, run_cells, show_dry_run
-from trainstep.cli.options import GridOptions, check_gpus, this_machine
+from trainstep.cli.options import GridOptions, this_machine
 from trainstep.cli.profile import profile_cells
 from trainstep.cli.running.preset import allowed_precisions, lab_of, tell
 from trainstep.cli.running.progress import duration_words
@@ -161,12 +161,17 @@ def same_machine(record: Record, how: GridOptions) -> Environment:
             "prove: the step ran on several nodes, and a proof runs on one; give a record of a step on one node"
         )
     forks = not how.dry_run and ranks == 1
-    here, _ = this_machine(device, instead="--model, which explains a step of this machine", forks=forks)
-    check_gpus([ranks], device, here, verb="parallel")
+    instead = "--model, which explains a step of this machine"
+    if record.workload == _SCRIPT:
+        instead = "a run of the script on this machine, by `trainstep run`"
+    here, _ = this_machine(device, instead=instead, forks=forks)
+    if device == "cuda" and ranks > here.gpu_count:
+        raise ValueError(
+            f"prove: the step ran on {ranks} GPUs, and here {here.gpu_count} can be used; take a machine with {ranks}, or {instead}"
+        )
     if device == "cuda" and here.gpu != record.environment.gpu and not how.allow_mixed:
         raise ValueError(
-            f"prove: the step was measured on {record.environment.gpu}, and here is {here.gpu}; take --model to explain and prove "
-            "a step of this machine, or --allow-mixed"
+            f"prove: the step was measured on {record.environment.gpu}, and here is {here.gpu}; take {instead}, or --allow-mixed"
         )
     return here
 
