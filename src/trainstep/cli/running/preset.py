@@ -18,7 +18,7 @@ from trainstep.cli.options import GridOptions, is_installed
 from trainstep.cli.running.progress import CellProgress, duration_words
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import expand
-from trainstep.config.run import PRECISIONS
+from trainstep.config.run import PRECISIONS, TIMING_FIELDS
 from trainstep.measure.harness.lab import Lab
 from trainstep.measure.harness.sets_plan import FEWEST_SETS
 from trainstep.measure.harness.sweep import check_same_place
@@ -32,8 +32,6 @@ from trainstep.report.kit.visible import one_line
 if TYPE_CHECKING:
     from trainstep.measure.harness.runner import Limits
 
-TIMING_FIELDS = frozenset(("steps", "warmups", "sync", "nvtx", "cold_compile", "seed"))
-"""Fields that say how a step is timed: a preset leaves them to its user."""
 _FILE = "preset-fastest.jsonl"
 
 

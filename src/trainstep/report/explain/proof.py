@@ -5,6 +5,7 @@ proof_answer(label, proof), proof_table(step, proof), proof_toml(label, proof, .
 
 from typing import Any
 
+from trainstep.config.run import TIMING_FIELDS
 from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.proof import AGAIN, TOGETHER, Proof, Tried
 from trainstep.plan.time.interval import Interval
@@ -19,10 +20,8 @@ from trainstep.report.kit.tables import Column, Line, Table
 from trainstep.report.kit.visible import one_line
 from trainstep.report.step.preset import GOES_ON, interval_words, step_fields, toml_value
 
-TIMING_FIELDS = frozenset(
-    ("steps", "warmups", "seed", "window_steps", "check_agreement", "workload", "nvtx", "cold_compile")
-)
-"""Options of how a step is timed, not of the step itself. The file leaves them out, and `sync` of a single process too."""
+_NOT_OF_PARALLEL = TIMING_FIELDS - {"sync"} | {"workload", "window_steps", "check_agreement"}
+"""The start's options that are not of the step itself, in a proof of parallel, where `sync` is the strategy."""
 
 
 def proof_answer(label: str, proof: Proof, out_config: str | None = None, command: str | None = None) -> Answer:
@@ -197,7 +196,7 @@ def proof_section(step: Explained, proof: Proof, answer: Answer) -> Section:
 
 def option_lines(proof: Proof) -> list[str]:
     """The chosen options as lines of TOML."""
-    without = set(TIMING_FIELDS) | (set() if proof.start.get("workload") == "parallel" else {"sync"})
+    without = _NOT_OF_PARALLEL if proof.start.get("workload") == "parallel" else TIMING_FIELDS
     return [f"{name} = {toml_value(value)}" for name, value in proof.chosen.items() if name not in without]
 
 
