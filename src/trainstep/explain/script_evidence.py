@@ -33,7 +33,6 @@ from trainstep.explain.evidence import (
     Evidence,
     Place,
     is_generated,
-    rows_of,
     spread_of,
     with_copies_as_casts,
     work_of,
@@ -41,6 +40,7 @@ from trainstep.explain.evidence import (
 from trainstep.explain.script_habits import habits_of, pageable_copies
 from trainstep.explain.script_messages import messages_of
 from trainstep.records.record import Record, Samples
+from trainstep.records.tables import table_lines
 from trainstep.traces.kernel_classes import MATMUL
 
 _INSTALLED = "site-packages"
@@ -76,8 +76,8 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     inspected = [record for record in inspected if record.fact("trace_failed") is None] or inspected
     last = inspected[-1] if inspected else records[-1]
     on_device = records[-1].config["device"] == "cuda"
-    waits = list(rows_of(last.tables.get("waits")))
-    again = [row for record in records for row in rows_of(record.tables.get("compilations")) if row["reason"]]
+    waits = table_lines(last.tables.get("waits"))
+    again = [row for record in records for row in table_lines(record.tables.get("compilations")) if row["reason"]]
     measured_s = _step_s(records)
     if not measured_s:
         raise ValueError("run: its steps take no time, so that there is nothing to explain")
@@ -122,7 +122,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         data_s=data_s,
         blocked_s=blocked_s,
         recompile_s=recompile_s,
-        allocator_s=sum(row["allocation_s"] for row in rows_of(last.tables.get("host"))),
+        allocator_s=sum(row["allocation_s"] for row in table_lines(last.tables.get("host"))),
         collector_s=collector_s,
         contended_s=contended_s,
         others=others,
@@ -173,7 +173,7 @@ def _late_s(
     data_s = _mean(samples, Part.DATA)
     other_s = max(0.0, measured_s - sum(usual.values()) - data_s)
     own_s = data_s
-    for row in rows_of(inspected[-1].tables["host"]):
+    for row in table_lines(inspected[-1].tables["host"]):
         inspected_s = row["host_s"] - row["blocked_s"]
         if row["phase"] in usual:
             own_s += min(usual[row["phase"]], inspected_s)
@@ -183,7 +183,7 @@ def _late_s(
     if has_lines:
         return late_s
     # No line waits: only large pageable copies suggest late launches. They cost at most the idle time of inspected steps.
-    idle_s = [sum(row["idle_s"] or 0.0 for row in rows_of(record.tables["host"])) for record in inspected]
+    idle_s = [sum(row["idle_s"] or 0.0 for row in table_lines(record.tables["host"])) for record in inspected]
     return float(min(late_s, statistics.median(idle_s)))
 
 
