@@ -44,17 +44,15 @@ from trainstep.explain.room import what_fits
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
-from trainstep.plan.time.step_time import StepTime, step_time
+from trainstep.plan.time.step_time import DEVIATIONS, GRAPH_LAUNCH, StepTime, step_time
 from trainstep.traces.kernel_classes import OTHER, OVERHEAD
 
 _LEAST = 1e-3
 """The least share of the step that a finding takes; smaller excesses are added to what is unexplained."""
 _LAUNCHING = 0.9
-_GRAPH_LAUNCH = 3.0
-"""A graph's launch at the slow end: plan/time/step_time.py."""
-_MODELLED = 0.25
-"""Relative deviation of a group's time where no profile was taken and plan divided the whole."""
-_CALIBRATED = 0.05
+"""A host that enqueues for this share of the step is busy launching."""
+_MODELLED, _CALIBRATED = 0.25, 0.05
+"""Relative deviation of a group's time where no profile was taken and plan divided the whole, and where one was."""
 _WORK = (MATMUL, ATTENTION, MEMORY, OPTIMIZER)
 _REST = {
     MATMUL: "matmul_shapes",
@@ -228,7 +226,7 @@ class _Parts:
         """Half of a 90 % interval for normal errors: of the steps' times, and of the division of device time."""
         modelled = not self.profiled and cause in _REST.values()
         relative = (self.evidence.spread**2 + (_MODELLED if modelled else _CALIBRATED) ** 2) ** 0.5
-        return float(1.64 * relative) * max(excess_s, 0.1 * self.evidence.measured_s)
+        return float(DEVIATIONS * relative) * max(excess_s, 0.1 * self.evidence.measured_s)
 
     # Busy time
 
@@ -384,7 +382,7 @@ class _Parts:
             gap_s = min(left_s, pieces * self.calibration.gaps.get("graph", 0.0))
             self.add("small_kernels", gap_s, f"{pieces:,.0f} kernels with a gap before each")
             left_s -= gap_s
-            launch_s = min(left_s, _GRAPH_LAUNCH * pieces * self.calibration.gaps.get("graph launch", 0.0))
+            launch_s = min(left_s, GRAPH_LAUNCH["high_s"] * pieces * self.calibration.gaps.get("graph launch", 0.0))
             self.add("host_launches", launch_s, "the device waits for the graph's launch")
             return left_s - launch_s
         enqueue = "; the host enqueues for {enqueue}" if evidence.enqueue_s else ""
