@@ -125,12 +125,8 @@ class StrategyRow:
 
 def time_tables(strategies: Sequence[StrategyRow]) -> list[Table]:
     """The tables of step times and of communication."""
-    return [
-        steps_table(strategies),
-        *communication_table(strategies),
-        *ranks_table(strategies),
-        *traffic_table(strategies),
-    ]
+    of_messages = (communication_table, ranks_table, traffic_table)
+    return [steps_table(strategies), *(table for tables in of_messages for table in tables(strategies))]
 
 
 def steps_table(strategies: Sequence[StrategyRow]) -> Table:
