@@ -212,7 +212,7 @@ def test_a_long_grade_says_how_long_it_takes(tmp_path: Path, monkeypatch: pytest
     for done in range(3):
         on_file(done)
     assert told == [
-        "predicting the steps of 3 files of records anew: about 30 s",
+        "predicting the steps of 3 files of records again: about 30 s",
         "2 of 3 files of records: about 5 s left",
     ]
 

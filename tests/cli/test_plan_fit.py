@@ -112,7 +112,7 @@ def test_a_fit_needs_a_gpus_memory_and_our_model(capsys: pytest.CaptureFixture[s
     assert app.run(["plan", "--fit", "batch_size"]) == 2
     assert "fit: needs a GPU's memory; name --gpu or --gpu-memory-gib" in capsys.readouterr().err
     assert app.run(["plan", "--fit", "batch_size", "--gpu", "h200", "--model", "a.b:c"]) == 2
-    assert "fit: a model of your own would be traced anew for each value" in capsys.readouterr().err
+    assert "fit: a model of your own would be traced again for each value" in capsys.readouterr().err
 
 
 def test_a_strategy_keeps_its_options():

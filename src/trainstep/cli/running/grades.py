@@ -1,4 +1,4 @@
-"""For --grade of `trainstep plan`: predicts the steps of records anew, and shows how far the predictions are off."""
+"""For --grade of `trainstep plan`: predicts the steps of records again, and shows how far the predictions are off."""
 
 import sys
 import time
@@ -152,7 +152,7 @@ def _progress(files: Sequence[Path], tell: Callable[[str], None]) -> Callable[[i
         nonlocal told_s
         now_s, left = time.monotonic(), sum(sizes[done:])
         if not done:
-            tell(f"predicting the steps of {what} anew: about {duration_words(max(1, left * _SECONDS_A_BYTE))}")
+            tell(f"predicting the steps of {what} again: about {duration_words(max(1, left * _SECONDS_A_BYTE))}")
         elif now_s - told_s >= _TOLD_EVERY_S and left < sum(sizes):
             told_s = now_s
             left_s = (now_s - began_s) * left / (sum(sizes) - left)

@@ -141,7 +141,7 @@ def prove_rows(
 
         return prove_script(step, request, bounds, how, began_s)
     if request.script_steps is not None:
-        raise ValueError("script_steps: the step is built anew and takes --steps of its record; leave it out")
+        raise ValueError("script_steps: the step is built again and takes --steps of its record; leave it out")
     check_provable(record)
     if record.workload not in _PROVABLE:
         raise ValueError(

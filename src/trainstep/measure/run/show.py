@@ -71,8 +71,14 @@ def show_run(path: Path, page: Path | None, stream: IO[str] | None) -> str:
     if page is not None:
         commands.append(python_command("trainstep", "report", *files, "--format", "html", "--out", str(page)))
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes: list[subprocess.Popen[str]] = [subprocess.Popen(command, **pipes) for command in commands]  # type: ignore[call-overload]
+    processes: list[subprocess.Popen[str]] = []
     failed = ""
+    for command in commands:
+        try:
+            processes.append(subprocess.Popen(command, **pipes))  # type: ignore[call-overload]
+        except OSError as error:  # no memory or no process number is left, which must not end a user's training
+            failed = f"the report could not be started: {error.strerror}"
+            break
     for process in processes:
         try:
             text, errors = process.communicate(timeout=_LONGEST_S)
