@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from answer_rows import Line, config_of, done, fact, median, named, over, ratio, where
 
 from trainstep.records.derive import bandwidth
+from trainstep.records.tables import table_lines
 from trainstep.report.kit.forms import COUNT, DIGITS, ERROR, GIGA, MS, TEXT, Form, in_gib, in_percent
-from trainstep.report.kit.rows import PHASES, Row, grouped, table_lines
+from trainstep.report.kit.rows import PHASES, Row, grouped
 from trainstep.report.kit.tables import Column, Entry, Table
 from trainstep.report.parallel.tables import StrategyRow, strategies_of
 

@@ -17,7 +17,7 @@ PROFILES = str(ROOT / "results/h200/profile_captured.jsonl")
 def test_the_verdict_comes_first_and_the_table_is_ranked(capsys: pytest.CaptureFixture[str]):
     assert app.run(["explain", str(ROOT / "results/h200/profile_again.jsonl")]) == 0
     out = capsys.readouterr().out
-    assert "First of the excesses: precision" in out.splitlines()[0]
+    assert "Longest excess: precision" in out.splitlines()[0]
     assert "--precision bf16_autocast" in out
     assert "see docs/guide/slow/" in out.splitlines()[0]
     assert out.index("floor: matmul") < out.index("\nprecision") < out.index("\nunexplained") < out.index("\nmeasured")
@@ -54,8 +54,8 @@ def test_of_many_steps_five_tables_are_shown_and_all_with_all(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([str(ROOT / "results/cpu/same_against_same.jsonl")], "no floor is known for a step of a CPU"),
-        (["--device", "cpu", "--model", "tiny", "--dry-run"], "no floor is known for a step of a CPU"),
+        ([str(ROOT / "results/cpu/same_against_same.jsonl")], "no floor is known for a step on a CPU"),
+        (["--device", "cpu", "--model", "tiny", "--dry-run"], "no floor is known for a step on a CPU"),
     ],
 )
 def test_a_calibration_without_effect_is_refused(
@@ -76,7 +76,7 @@ def test_a_run_of_a_script_is_explained_as_a_whole(tmp_path: Path, capsys: pytes
         Store(path).append(a_run(parts_ms={**dict.fromkeys(Part, 1.0), Part.DATA: 30.0}, first_step=first_step))
     assert app.run(["explain", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "First of the excesses: waiting for data, 30.00 ms" in out
+    assert "Longest excess: waiting for data, 30.00 ms" in out
     assert out.count("\nmeasured") == 1
 
 
@@ -86,7 +86,7 @@ def test_the_page_begins_with_the_answer(tmp_path: Path, capsys: pytest.CaptureF
     assert f"page: {page}" in capsys.readouterr().out
     text = page.read_text()
     assert "Why the step takes its time" in text
-    assert text.index("First of the excesses") < text.index("Budget of the step: small 256")
+    assert text.index("Longest excess") < text.index("Budget of the step: small 256")
 
 
 @pytest.mark.parametrize(

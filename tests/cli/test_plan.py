@@ -189,7 +189,7 @@ def test_a_grade_is_markdown_with_its_refusals(tmp_path: Path, capsys: pytest.Ca
         (["--ranks", "2", "--sync", "none", "--bucket-mib", "4"], "bucket_mib: has no effect with sync none"),
         (["--attention", "sdpa_math"], "attention: sdpa_math has no formulas"),
         (["--context", "1,2", "--terms"], "terms: are those of one step"),
-        (["--grade", "nowhere"], "grade: nowhere is neither a file of records nor a folder with some"),
+        (["--grade", "nowhere"], "grade: nowhere does not exist; give a file of records"),
         (["--grade", "nowhere", "--model", "xl"], "model: has no effect on --grade"),
         (["--context", ",".join(map(str, range(1, 300)))], "plan: 299 steps are too many to compare"),
     ],
@@ -212,7 +212,7 @@ def test_a_long_grade_says_how_long_it_takes(tmp_path: Path, monkeypatch: pytest
     for done in range(3):
         on_file(done)
     assert told == [
-        "predicting the steps of 3 files of records anew: about 30 s",
+        "predicting the steps of 3 files of records again: about 30 s",
         "2 of 3 files of records: about 5 s left",
     ]
 
@@ -259,7 +259,7 @@ def test_every_kernel_has_its_formula(capsys: pytest.CaptureFixture[str]):
 
 def test_a_step_without_a_time_still_has_its_memory(capsys: pytest.CaptureFixture[str]):
     assert app.run(["plan", "--model", "tiny", "--gpu", "h200", "--ranks", "16"]) == 0
-    assert "No time: ranks: 16 are of several machines; say how many" in capsys.readouterr().out
+    assert "No time: ranks: 16 need several machines; say how many" in capsys.readouterr().out
     app.run(["plan", "--model", "tiny", "--gpu-memory-gib", "80"])
     assert "A step takes" not in capsys.readouterr().out
 
@@ -336,6 +336,6 @@ def test_your_own_model_has_a_time_on_one_gpu_uncompiled(capsys: pytest.CaptureF
     [row] = json.loads(capsys.readouterr().out)["rows"]
     assert row["time"]["step_s"] > 0
     assert app.run([*own, "--compile", "block"]) == 0
-    assert "No time: compile: what is fused of your own model" in " ".join(capsys.readouterr().out.split())
+    assert "No time: compile: which ops of your own model are fused" in " ".join(capsys.readouterr().out.split())
     assert app.run([*own, "--ranks", "2"]) == 0
-    assert "No time: ranks: of your own model" in " ".join(capsys.readouterr().out.split())
+    assert "No time: ranks: the time of your own model" in " ".join(capsys.readouterr().out.split())

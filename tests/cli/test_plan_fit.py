@@ -84,7 +84,10 @@ def test_nothing_that_fits_ends_with_1(capsys: pytest.CaptureFixture[str]):
     ("options", "sentence"),
     [
         (["--fit", "heads"], "fit: 'heads' is not known; known: batch_size, context, layers"),
-        (["--fit", "batch_size", "--minimize", "time"], "fit: and --minimize are two searches; leave one of them out"),
+        (
+            ["--fit", "batch_size", "--minimize", "time"],
+            "fit: is another search than --minimize; leave one of them out",
+        ),
         (["--fit", "batch_size", "--network-gbs", "50"], "network_gbs: has no effect on --fit"),
         (["--fit", "batch_size", "--batch-size", "4"], "batch_size: is what --fit searches; leave it out"),
         (["--fit", "batch_size", "--context", "64,128"], "context: --fit searches for one step; give one value"),
@@ -109,7 +112,7 @@ def test_a_fit_needs_a_gpus_memory_and_our_model(capsys: pytest.CaptureFixture[s
     assert app.run(["plan", "--fit", "batch_size"]) == 2
     assert "fit: needs a GPU's memory; name --gpu or --gpu-memory-gib" in capsys.readouterr().err
     assert app.run(["plan", "--fit", "batch_size", "--gpu", "h200", "--model", "a.b:c"]) == 2
-    assert "fit: a model of your own would be traced anew for each value" in capsys.readouterr().err
+    assert "fit: a model of your own would be traced again for each value" in capsys.readouterr().err
 
 
 def test_a_strategy_keeps_its_options():

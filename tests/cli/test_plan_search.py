@@ -206,7 +206,7 @@ def test_the_page_has_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--minimize", "time", "--global-batch", "100000000000000000000"], "global_batch: must be a whole number from 1 to"),
         (["--minimize", "time", "--global-batch", "6", "--batch-size", "4"], "global_batch: 6 sequences are not ranks x"),
         (["--minimize", "time", "--sync", "fsdp"], "sync: has no effect on one rank"),
-        (["--minimize", "time", "--ranks", "2", "--sync", "none,fsdp"], "sync: with none each rank trains for itself"),
+        (["--minimize", "time", "--ranks", "2", "--sync", "none,fsdp"], "sync: with none each rank trains by itself"),
         (["--minimize", "time", "--compile", "none,blok"], "compile: 'blok' is not known"),
         (["--minimize", "time", "--tokens", "1e9"], "tokens: has no effect on --minimize"),
         (["--minimize", "time", "--mode", "forward"], "mode: a search is of whole steps"),

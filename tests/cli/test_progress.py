@@ -5,7 +5,7 @@ import pytest
 from cell_maker import planted
 from record_maker import a_record
 from trainstep.cli.running import progress
-from trainstep.cli.running.progress import CellProgress, span_words, time_words
+from trainstep.cli.running.progress import CellProgress, duration_words, time_words
 from trainstep.records.durations import LIKE, ROUGH, SAME, ExpectedTime
 
 
@@ -117,7 +117,7 @@ def test_quiet_prints_nothing(clock: list[float], capsys: pytest.CaptureFixture[
 
 
 def test_times_are_written_in_words():
-    assert [span_words(seconds) for seconds in (0.4, 89, 90, 5399, 5400, 36000)] == [
+    assert [duration_words(seconds) for seconds in (0.4, 89, 90, 5399, 5400, 36000)] == [
         "0 s", "89 s", "2 min", "90 min", "1.5 h", "10.0 h"
     ]  # fmt: skip
     rough = [ExpectedTime(seconds=seconds, source=ROUGH) for seconds in (10, 20, 20)]

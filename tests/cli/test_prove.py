@@ -11,9 +11,11 @@ import pytest
 
 from cell_maker import finish, start, wait_until
 from fake_groups import FakeGroups
+from record_maker import ENVIRONMENT, a_record
 from run_records import a_run
 from sources import ROOT
 from trainstep.cli import app
+from trainstep.cli.options import GridOptions
 from trainstep.cli.running import prove
 from trainstep.config.script import Part
 from trainstep.measure.harness import fork_client, lab, sweep
@@ -48,14 +50,42 @@ def shown(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0, comm
 
 
 @pytest.mark.parametrize(
+    ("workload", "here", "sentence"),
+    [
+        (
+            "run",
+            ("A", 1),
+            "the step ran on 2 GPUs, and here 1 can be used; take a machine with 2, or a run of the script",
+        ),
+        (
+            "run",
+            ("B", 2),
+            "measured on A, and here is B; take a run of the script on this machine, by `trainstep run`, or",
+        ),
+        ("parallel", ("B", 2), "measured on A, and here is B; take --model, which explains a step of this machine, or"),
+    ],
+)
+def test_another_machine_is_refused_with_a_way_out(
+    workload: str, here: tuple[str, int], sentence: str, monkeypatch: pytest.MonkeyPatch
+):
+    record = a_record(
+        workload=workload, config={"device": "cuda", "ranks": 2}, environment=replace(ENVIRONMENT, gpu="A")
+    )
+    machine = replace(ENVIRONMENT, gpu=here[0], gpu_count=here[1])
+    monkeypatch.setattr(prove, "this_machine", lambda *_, **__: (machine, "cuda"))
+    with pytest.raises(ValueError, match=sentence):
+        prove.same_machine(record, GridOptions())
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--out-config", "a.toml"], "out_config: has no effect without --prove"),
         (["--processes", "6"], "processes: has no effect without --prove"),
         (["--allow-batch-size", "8"], "allow_batch_size: has no effect without --prove"),
         (["--prove", "--allow-precision", "bf17"], "allow_precision: 'bf17' is not known"),
-        (["--prove", "--allow-batch-size", "8,x"], "allow_batch_size: 'x' is no positive number"),
-        (["--prove", "--allow-batch-size", "0"], "allow_batch_size: '0' is no positive number"),
+        (["--prove", "--allow-batch-size", "8,x"], "allow_batch_size: 'x' is not a positive number"),
+        (["--prove", "--allow-batch-size", "0"], "allow_batch_size: '0' is not a positive number"),
         (["--prove", "--processes", "0"], "processes: must be at least 1"),
         (["--prove", "--resume", "--out", "a.jsonl"], "resume: --prove always goes on"),
         (["--prove", "--context", "16,32"], "prove: takes one step, and these options are 2"),
@@ -159,7 +189,7 @@ def test_a_killed_proof_goes_on_and_a_finished_one_answers_at_once(
     count = len(fake.ran)
     assert shown(capsys) == first
     assert len(fake.ran) == count
-    assert "it is finished" in shown(capsys, "--dry-run")
+    assert "nothing left to try" in shown(capsys, "--dry-run")
 
 
 def test_the_budget_ends_it_and_the_answer_says_what_was_not_tried(
@@ -172,7 +202,7 @@ def test_the_budget_ends_it_and_the_answer_says_what_was_not_tried(
     plan = json.loads(shown(capsys, "--dry-run", "--json"))
     assert "attention=sdpa" in plan["to_try"]
     shown(capsys)
-    assert "it is finished" in shown(capsys, "--dry-run")
+    assert "nothing left to try" in shown(capsys, "--dry-run")
 
 
 def test_a_dry_run_before_the_step_was_profiled_says_so(fake: FakeGroups, capsys: pytest.CaptureFixture[str]):

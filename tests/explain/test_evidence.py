@@ -65,7 +65,7 @@ def test_who_else_used_the_machine_and_what_lowered_the_clock_is_read():
     facts = facts_of(gpu_busy_before=0.4, gpu_other_processes=1, sm_clock_max_hz=2e9, throttle_reasons="power cap")
     record = a_record(facts=facts, samples={"step": seconds([1, 1]), "sm_clock": seconds([1e9, 1e9])})
     evidence = evidence_of(record)
-    assert evidence.others == "1 other process on the GPU, which used 40% of it just before"
+    assert evidence.others == "1 other process on the GPU, which used 40 % of it just before"
     assert evidence.clock == 0.5
 
 

@@ -293,7 +293,7 @@ def test_on_a_gpu_the_multiprocessors_that_others_used_count(others: int, share:
     assert ("another_process" in findings) == found
     if found:
         assert findings["another_process"].excess.time_s == pytest.approx(0.5 * 0.02)
-        assert findings["another_process"].evidence == "2 other processes used 50% of the GPU's multiprocessors"
+        assert findings["another_process"].evidence == "2 other processes used 50 % of the GPU's multiprocessors"
 
 
 def test_others_on_the_cores_take_nothing_of_the_gpus_work():
@@ -490,7 +490,7 @@ def test_how_fast_matmuls_are_is_said_where_most_of_them_are_known(gpu: str | No
     run = a_run(parts_ms=parts(forward=20.0), tables={"classes": classes}, facts=facts, device="cuda")
     run = replace(run, environment=replace(run.environment, gpu=gpu))
     budget = step_budget(script_evidence([run]), None)
-    sentence = "The step's 16-bit matmuls reach 495 TFLOP/s, 50% of the data sheet's 990."
+    sentence = "The step's 16-bit matmuls reach 495 TFLOP/s, 50 % of the data sheet's 990."
     assert (sentence in budget.notes) == said
     assert budget.as_they_run_s == {"matmul": pytest.approx(0.010)}
 

@@ -183,7 +183,7 @@ def test_matmuls_whose_small_ones_were_stopped_have_a_rate_and_a_wide_spread():
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"traffic": {"kind": ["magic"], "bytes": [1.0], "time_s": [1.0]}}, "'magic' is no kind of kernel"),
+        ({"traffic": {"kind": ["magic"], "bytes": [1.0], "time_s": [1.0]}}, "'magic' is not a kind of kernel"),
         ({"traffic": {"kind": ["rows"], "bytes": [1.0], "time_s": [0.0]}}, "row 1 of its table traffic has time_s 0.0"),
         (
             {"host": {"what": ["graph"], "time_s": [-1.0], "low_s": [0.0], "high_s": [1.0]}},

@@ -297,7 +297,7 @@ def numel() -> int:
     ("options", "words"),
     [
         ({"ranks": 2, "sync": "torch_ddp"}, "when torch_ddp of torch sends is not known; take bucketed"),
-        ({"ranks": 16, "sync": "bucketed"}, "16 are of several machines"),
+        ({"ranks": 16, "sync": "bucketed"}, "16 need several machines"),
         ({"attention": "sdpa_math"}, "sdpa_math has no formulas"),
     ],
 )

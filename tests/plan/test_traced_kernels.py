@@ -118,7 +118,7 @@ def test_products_keep_their_batch_and_dtype():
 
 def test_what_has_no_time_is_refused_by_name(calibration: Calibration):
     run = run_of(model=UserModel(function="mine:build"))
-    with pytest.raises(ValueError, match="compile: what is fused of your own model"):
+    with pytest.raises(ValueError, match="compile: which ops of your own model are fused"):
         traced_time(alone(replace(run, compile="block")), calibration, traced())
-    with pytest.raises(ValueError, match="ranks: of your own model the time is planned on one GPU"):
+    with pytest.raises(ValueError, match="ranks: the time of your own model is planned for one GPU"):
         traced_time(RanksConfig(ranks=2, sync=SyncConfig(name="fsdp"), run=run), calibration, traced())

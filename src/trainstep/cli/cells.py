@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.cli.options import GridOptions, RunOptions
-from trainstep.cli.running.progress import CellProgress, cell_count, span_words, time_words
+from trainstep.cli.running.progress import CellProgress, cell_count, duration_words, time_words
 from trainstep.cli.streams import outliving_reader
 from trainstep.config.grid import Cell
 from trainstep.measure.harness.sweep import check_same_place, is_done, pending
@@ -318,7 +318,7 @@ def show_dry_run(
     _print(f"{cell_count(len(to_run)) if to_run else 'no cell'} to run{about}{done_words}")
     for cell in cells:
         expected = to_run.get(cell.key)
-        words = f"about {span_words(expected.seconds)} ({expected.source})" if expected else "done already"
+        words = f"about {duration_words(expected.seconds)} ({expected.source})" if expected else "done already"
         _print(f"  {one_line(cell.label)}: {words}")
     if interleaved := sum(len(group) > 1 for group in waiting):
         _print(f"compared variants are interleaved: {interleaved} group{'s' if interleaved > 1 else ''}")

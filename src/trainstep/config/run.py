@@ -24,6 +24,8 @@ RECOMPUTES = ("none", "selective", "narrow", "block")
 UPDATES = ("after_backward", "in_backward", "by_bucket")
 CAPTURES = ("none", "auto", "step")
 DEVICES = ("cpu", "cuda")
+TIMING_FIELDS = frozenset(("steps", "warmups", "sync", "nvtx", "cold_compile", "seed"))
+"""Fields of RunConfig that say how a step is timed, not what it is: files of winning options leave them to their user."""
 _MOST_RANKS = 1024
 _FLASH_ATTN_4_WIDTHS = (64, 96, 128)
 """Heads of these widths had right gradients on an H200, heads 80 wide a wrong dq (results/h200/attention_hopper_widths.jsonl)."""

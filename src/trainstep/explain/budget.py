@@ -44,17 +44,15 @@ from trainstep.explain.room import what_fits
 from trainstep.plan.step_memory import alone
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
-from trainstep.plan.time.step_time import StepTime, step_time
+from trainstep.plan.time.step_time import DEVIATIONS, GRAPH_LAUNCH, StepTime, step_time
 from trainstep.traces.kernel_classes import OTHER, OVERHEAD
 
 _LEAST = 1e-3
 """The least share of the step that a finding takes; smaller excesses are added to what is unexplained."""
 _LAUNCHING = 0.9
-_GRAPH_LAUNCH = 3.0
-"""A graph's launch at the slow end: plan/time/step_time.py."""
-_MODELLED = 0.25
-"""Relative deviation of a group's time where no profile was taken and plan divided the whole."""
-_CALIBRATED = 0.05
+"""A host that enqueues for this share of the step is busy launching."""
+_MODELLED, _CALIBRATED = 0.25, 0.05
+"""Relative deviation of a group's time where no profile was taken and plan divided the whole, and where one was."""
 _WORK = (MATMUL, ATTENTION, MEMORY, OPTIMIZER)
 _REST = {MATMUL: "matmul_shapes", MEMORY: "unfused"} | dict.fromkeys((ATTENTION, ATTENTION_MATMUL), "attention_kernel")
 _REST |= {OPTIMIZER: "optimizer", CASTS: "casts", HOST_COPIES: "host_copies", OVERHEAD: "host_launches"}
@@ -225,7 +223,7 @@ class _Parts:
         """Half of a 90 % interval for normal errors: of the steps' times, and of the division of device time."""
         modelled = not self.profiled and cause in _REST.values()
         relative = (self.evidence.spread**2 + (_MODELLED if modelled else _CALIBRATED) ** 2) ** 0.5
-        return float(1.64 * relative) * max(excess_s, 0.1 * self.evidence.measured_s)
+        return float(DEVIATIONS * relative) * max(excess_s, 0.1 * self.evidence.measured_s)
 
     # Busy time
 
@@ -305,7 +303,7 @@ class _Parts:
         """The causes to remove from a group, in order: name, share of the group's remaining time, words of evidence."""
         removals, evidence = [], self.evidence
         if group == MATMUL and evidence.clock < 1:
-            words = f"the clock was {evidence.clock:.0%} of the highest: {evidence.throttle}"
+            words = f"the clock was {100 * evidence.clock:.0f} % of the highest: {evidence.throttle}"
             removals.append(("clocks", 1 - evidence.clock, words))
         if self.config is None or self.predicted is None or self.calibration is None:
             return removals
@@ -333,17 +331,12 @@ class _Parts:
         late_s = exposed_s * self.evidence.late_share
         floor_s = min(exposed_s - late_s, self.least.get(MESSAGES, 0.0))
         self.floor[MESSAGES] = floor_s
-        self.add(
-            "stragglers", late_s, f"for {self.evidence.late_share:.0%} of the messages' time a rank had not joined"
-        )
+        words = f"for {100 * self.evidence.late_share:.0f} % of the messages' time a rank had not joined"
+        self.add("stragglers", late_s, words)
         if (passes := self.evidence.synchronised_passes) > 1:
             again_s = (exposed_s - late_s) * (1 - 1 / passes)
-            self.add(
-                "accumulation_sync",
-                again_s,
-                f"each of {passes} backward passes sends every gradient",
-                exposed=exposed_s,
-            )
+            words = f"each of {passes} backward passes sends every gradient"
+            self.add("accumulation_sync", again_s, words, exposed=exposed_s)
             exposed_s -= again_s
         count, nbytes = self.evidence.messages, self.evidence.message_bytes
         counted = f", counted as {self.evidence.message_dtype}" if self.evidence.message_dtype else ""
@@ -386,7 +379,7 @@ class _Parts:
             gap_s = min(left_s, pieces * self.calibration.gaps.get("graph", 0.0))
             self.add("small_kernels", gap_s, f"{pieces:,.0f} kernels with a gap before each")
             left_s -= gap_s
-            launch_s = min(left_s, _GRAPH_LAUNCH * pieces * self.calibration.gaps.get("graph launch", 0.0))
+            launch_s = min(left_s, GRAPH_LAUNCH["high_s"] * pieces * self.calibration.gaps.get("graph launch", 0.0))
             self.add("host_launches", launch_s, "the device waits for the graph's launch")
             return left_s - launch_s
         enqueue = "; the host enqueues for {enqueue}" if evidence.enqueue_s else ""

@@ -112,8 +112,8 @@ _PAGES = "docs/guide/slow"
 
 def advice_of(cause: str, *, on_device: bool) -> str:
     """The change in words, for a step on a GPU or on a CPU."""
-    found = CAUSES[cause]
-    return found.advice if on_device else found.advice_on_cpu or found.advice
+    advice = CAUSES[cause].advice
+    return advice if on_device else CAUSES[cause].advice_on_cpu or advice
 
 
 def page_of(cause: str) -> str:

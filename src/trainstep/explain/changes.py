@@ -61,10 +61,7 @@ def change_of(config: RanksConfig | None, cause: str) -> tuple[dict[str, Any], b
         if cause != "exposed_messages" and _is_taken(config.run, change):
             taken = dict(change)
             continue
-        fields = dict(change)
-        if cause == "host_launches" and config.run.adamw in ("loop", "foreach"):
-            fields |= {"adamw": "fused"}
-        fields |= _of_recompute(config.run, fields)
+        fields = _with_required(config.run, change)
         if _is_valid(config.run, fields):
             return fields, False
     return taken, bool(taken)
@@ -82,19 +79,20 @@ def changes_of(config: RanksConfig) -> list[tuple[str, dict[str, Any]]]:
                 fields = _of_strategy(config, change)
             else:
                 fields = {} if _is_taken(config.run, change) else dict(change)
-            if "capture" in fields and config.run.adamw in ("loop", "foreach"):
-                fields |= {"adamw": "fused"}
-            fields |= _of_recompute(config.run, fields)
+            fields = _with_required(config.run, fields)
             if fields:
                 by_fields.setdefault(str(sorted(fields.items())), (cause, fields))
     return list(by_fields.values())
 
 
-def _of_recompute(run: RunConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that must change together with `recompute none`."""
-    if fields.get("recompute") != "none":
-        return {}
-    return {name: value for name, value in ALL_BLOCKS.items() if getattr(run, name) != value}
+def _with_required(run: RunConfig, change: Mapping[str, Any]) -> dict[str, Any]:
+    """The change with the fields that must change with it: a captured step needs a fused AdamW, `recompute none` all blocks."""
+    fields = dict(change)
+    if "capture" in fields and run.adamw in ("loop", "foreach"):
+        fields |= {"adamw": "fused"}
+    if fields.get("recompute") == "none":
+        fields |= {name: value for name, value in ALL_BLOCKS.items() if getattr(run, name) != value}
+    return fields
 
 
 def _of_strategy(config: RanksConfig, change: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ budget divides the busy time as plan does. script_evidence.py makes the same evi
 """
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from trainstep.config.machine import machine_spec
 from trainstep.config.parallel import RanksConfig
 from trainstep.plan.grade import ranks_config
 from trainstep.records.record import Record
+from trainstep.records.tables import table_lines
 from trainstep.traces.kernel_classes import ATTENTION, COMMUNICATION, COPIES, IDLE, MATMUL, OPTIMIZER, OTHER, OVERHEAD
 
 MEMORY, CASTS, HOST_COPIES = "memory-bound", "casts", "host copies"
@@ -132,13 +133,13 @@ def evidence_of(record: Record) -> Evidence:
     except ValueError:
         config = None
     waiting, communication = record.fact("waiting_s"), record.fact("communication_s")
-    fraction = verdict.get("exposed_share", 0.0) * verdict.get("step_s", 0.0)
     work = work_of(record.tables)
     measured_s = statistics.median(times)
     busy_s = record.fact("device_busy_s")
     sheet = machine_spec(record.environment.gpu)
-    exposed_s = record.fact("exposed_s", fraction) or 0.0
-    host = [row for row in rows_of(record.tables.get("host")) if row["phase"] != _ONLY_OUTSIDE]
+    profiled_exposed_s = verdict.get("exposed_share", 0.0) * verdict.get("step_s", 0.0)
+    exposed_s = record.fact("exposed_s", profiled_exposed_s) or 0.0
+    host = [row for row in table_lines(record.tables.get("host")) if row["phase"] != _ONLY_OUTSIDE]
     return Evidence(
         measured_s=measured_s,
         spread=spread_of(times),
@@ -170,15 +171,17 @@ def work_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     remaining copies are casts, or copies between host and device.
     """
     groups: dict[str, float] = {}
-    for row in rows_of(tables.get("classes")):
+    for row in table_lines(tables.get("classes")):
         kind = OPTIMIZER if row["phase"] == "optimizer" and row["class"] not in (COMMUNICATION, IDLE) else row["class"]
         kind = kind if kind in (MATMUL, ATTENTION, OPTIMIZER, COPIES, OTHER, OVERHEAD, COMMUNICATION, IDLE) else MEMORY
         if kind not in (COMMUNICATION, IDLE):
             groups[kind] = groups.get(kind, 0.0) + row["time_s"]
     inner = {True: 0.0, False: 0.0}
-    for row in rows_of(tables.get("attention")):
+    for row in table_lines(tables.get("attention")):
         inner[row["part"] == "matmuls"] += row["time_s"]
-    kernels = [row for row in rows_of(tables.get("kernels")) if row["class"] == COPIES and row["phase"] != "optimizer"]
+    kernels = [
+        row for row in table_lines(tables.get("kernels")) if row["class"] == COPIES and row["phase"] != "optimizer"
+    ]
     copies_s = groups.pop(COPIES, 0.0)
     host_s = min(copies_s, sum(row["time_s"] for row in kernels if row["name"].startswith(_HOST_COPY)))
     attention_s = sum(row["time_s"] for row in kernels if row["span"] in _IN_ATTENTION)
@@ -211,12 +214,6 @@ def taken_from(groups: Mapping[str, float], first: str, time_s: float) -> dict[s
         left[group] -= cut_s
         time_s -= cut_s
     return {group: group_s for group, group_s in left.items() if group_s > 0}
-
-
-def rows_of(columns: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The rows of a stored table; none if it is absent or empty."""
-    for values in zip(*columns.values(), strict=True) if columns else ():
-        yield dict(zip(columns or (), values, strict=True))
 
 
 def spread_of(times: tuple[float, ...]) -> float:
@@ -266,5 +263,5 @@ def _others(record: Record) -> str:
     gpu, cpu, count = (record.fact(name) or 0 for name in ("gpu_busy_before", "cpu_busy_before", "gpu_other_processes"))
     if gpu > _BUSY_GPU or count:
         processes = f"{count} other process{'es' if count > 1 else ''} on the GPU" if count else "another process"
-        return f"{processes}, which used {gpu:.0%} of it just before" if gpu else processes
-    return f"other processes used {cpu:.0%} of the CPU just before" if cpu > _BUSY_CPU else ""
+        return f"{processes}, which used {100 * gpu:.0f} % of it just before" if gpu else processes
+    return f"other processes used {100 * cpu:.0f} % of the CPU just before" if cpu > _BUSY_CPU else ""

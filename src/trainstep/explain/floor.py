@@ -71,8 +71,8 @@ def floor_of(config: RanksConfig, calibration: Calibration, predicted: StepTime)
 def check_calibration(calibration: Calibration, *, device: str, gpu: str | None, has_formulas: bool = True) -> None:
     """ValueError if the user's calibration is of another machine than the step's, or nothing would be computed with it."""
     if device != "cuda" or not has_formulas:
-        why = "a model without formulas" if device == "cuda" else "a CPU"
-        raise ValueError(f"calibration: no floor is known for a step of {why}, so that it has no effect; leave it out")
+        step = "of a model without formulas" if device == "cuda" else "on a CPU"
+        raise ValueError(f"calibration: has no effect, because no floor is known for a step {step}; leave it out")
     if gpu is not None and (machine_spec(calibration.name) or calibration.name) != (machine_spec(gpu) or gpu):
         raise ValueError(
             f"calibration: it was measured on {calibration.name}, and the step on {gpu}; leave it out, or measure one there"

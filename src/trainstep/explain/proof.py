@@ -5,7 +5,7 @@
 explain/prove.py makes a proof, report/explain/proof.py shows it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,14 @@ class Candidate:
     def name(self) -> str:
         """As `--apply` takes it: `compile=module,adamw=fused`."""
         return text_of_changes(self.fields)
+
+
+def precision_refusal(fields: Mapping[str, Any], allowed: Sequence[str]) -> str:
+    """Why a change of the precision is not tried: the user has not allowed it. Empty for one that is, and for other changes."""
+    precision = fields.get("precision")
+    if precision is None or precision in allowed:
+        return ""
+    return f"it changes the losses: --allow-precision {precision} allows it"
 
 
 def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:

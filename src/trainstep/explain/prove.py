@@ -25,7 +25,18 @@ from trainstep.explain.budget import Budget
 from trainstep.explain.changes import changes_of
 from trainstep.explain.floor import changed
 from trainstep.explain.gain import predicted_gain
-from trainstep.explain.proof import AGAIN, BATCH, BATCH_CAUSE, TOGETHER, Candidate, Proof, Tried, in_order, ratio_of
+from trainstep.explain.proof import (
+    AGAIN,
+    BATCH,
+    BATCH_CAUSE,
+    TOGETHER,
+    Candidate,
+    Proof,
+    Tried,
+    in_order,
+    precision_refusal,
+    ratio_of,
+)
 from trainstep.explain.room import what_fits
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import Interval
@@ -120,9 +131,8 @@ def candidates(
 
 
 def _refusal(config: RanksConfig, fields: Mapping[str, Any], precisions: Sequence[str]) -> str:
-    precision = fields.get("precision")
-    if precision is not None and precision not in precisions:
-        return f"it changes the losses: --allow-precision {precision} allows it"
+    if why := precision_refusal(fields, precisions):
+        return why
     if "capture" in fields and config.run.device == "cpu":
         return _UNGRAPHED
     if "attention" in fields or "ops" in fields:
@@ -140,16 +150,17 @@ def prove(
     trial: TrialFunction,
     compare: CompareFunction,
     reserve: Callable[[int], None],
-    said: Callable[[int, int, Candidate], None] = lambda place, of, candidate: None,
+    announce: Callable[[int, int, Candidate], None] = lambda place, of, candidate: None,
     needs_losses: bool = True,
 ) -> Proof:
     """Measure the candidates in their order, each against the start, then all that helped together.
 
     `reserve` is called before each measurement with the number of comparisons for which the budget must still have room
-    afterwards, so that the changes that helped are measured together before it ends. `said` is called for each measured candidate,
-    the joined one last, with its place and their number. `needs_losses`: try nothing if the start does not repeat its losses.
+    afterwards, so that the changes that helped are measured together before it ends. `announce` is called for each measured
+    candidate, the joined one last, with its place and their number. `needs_losses`: try nothing if the start does not repeat its
+    losses.
     """
-    return _Prover(start, measured_s, predict, key_of, trial, compare, reserve, needs_losses).run(tried, said)
+    return _Prover(start, measured_s, predict, key_of, trial, compare, reserve, needs_losses).run(tried, announce)
 
 
 class _Prover(Trials):
@@ -175,7 +186,7 @@ class _Prover(Trials):
         self._count = 0
         """The number of comparisons, including the one of all changes together."""
 
-    def run(self, tried: Sequence[Candidate], said: Callable[[int, int, Candidate], None]) -> Proof:
+    def run(self, tried: Sequence[Candidate], announce: Callable[[int, int, Candidate], None]) -> Proof:
         proof, waiting = self.proof, list(tried)
         try:
             self._begin()
@@ -183,7 +194,7 @@ class _Prover(Trials):
             self._count = len(can_run) + 1
             while waiting and not proof.trouble:
                 if waiting[0] in can_run:
-                    said(can_run.index(waiting[0]) + 1, self._count, waiting[0])
+                    announce(can_run.index(waiting[0]) + 1, self._count, waiting[0])
                 proof.singles.append(self._single(waiting[0]))
                 waiting.pop(0)
         except BudgetSpent:
@@ -191,8 +202,8 @@ class _Prover(Trials):
             proof.singles += [self._not_run(candidate) for candidate in waiting if self._why_not(candidate)]
         self._is_ending = True
         try:
-            self._measure_together(said)
-            self._measure_again(said)
+            self._measure_together(announce)
+            self._measure_again(announce)
         except BudgetSpent:
             proof.untried.append(
                 TOGETHER
@@ -265,7 +276,7 @@ class _Prover(Trials):
         )
         return step
 
-    def _measure_together(self, said: Callable[[int, int, Candidate], None]) -> None:
+    def _measure_together(self, announce: Callable[[int, int, Candidate], None]) -> None:
         """Join the changes that helped or may help, fastest first, as far as a config accepts them; compare with the start.
 
         If they do not run together, or not with the same losses, the faster half of them is tried, then half of that, and so on.
@@ -279,7 +290,7 @@ class _Prover(Trials):
             candidate = Candidate(fields=fields, gain=self._predict(fields))
             if fields == dict(proof.may_join[0].candidate.fields):
                 candidate = proof.may_join[0].candidate
-            said(self._count, self._count, candidate)
+            announce(self._count, self._count, candidate)
             proof.together = Tried(candidate=candidate, step=self._against_start(TOGETHER, fields))
             proof.left_out = [*refused, *too_little, *failed]
             if proof.together.step.comparison is not None or len(joined) == 1:
@@ -326,14 +337,14 @@ class _Prover(Trials):
                 whose |= dict.fromkeys(more, tried)
         return joined, left_out
 
-    def _measure_again(self, said: Callable[[int, int, Candidate], None]) -> None:
+    def _measure_again(self, announce: Callable[[int, int, Candidate], None]) -> None:
         """If all together are not taken, compare single changes a second time, fastest first, until one is confirmed."""
         proof = self.proof
         if proof.together is None or proof.takes_all:
             return
         for tried in proof.unconfirmed:
             candidate = tried.candidate
-            said(self._count, self._count, candidate)
+            announce(self._count, self._count, candidate)
             proof.again.append(Tried(candidate=candidate, step=self._against_start(AGAIN, candidate.fields)))
             if proof.again[-1].step.kept:
                 return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainstep.config.script import CHANGES
 from trainstep.explain.budget import Budget
-from trainstep.explain.proof import BATCH, BATCH_CAUSE, Candidate, in_order
+from trainstep.explain.proof import BATCH, BATCH_CAUSE, Candidate, in_order, precision_refusal
 from trainstep.records.record import Record
 
 _CHANGES: Mapping[str, Sequence[Mapping[str, str]]] = {
@@ -133,9 +133,6 @@ def _is_idle(cause: str, fields: Mapping[str, str], place: ScriptPlace) -> bool:
 
 
 def _refusal(fields: Mapping[str, str], place: ScriptPlace, allowed: Sequence[str]) -> str:
-    precision = fields.get("precision")
-    if precision is not None and precision not in allowed:
-        return f"it changes the losses: --allow-precision {precision} allows it"
     if fields.get("compile") == "module" and place.compiles:
         return "the script compiles already"
-    return ""
+    return precision_refusal(fields, allowed)

@@ -33,7 +33,6 @@ from trainstep.explain.evidence import (
     Evidence,
     Place,
     is_generated,
-    rows_of,
     spread_of,
     with_copies_as_casts,
     work_of,
@@ -43,6 +42,7 @@ from trainstep.explain.script_changes import place_of, workers_for
 from trainstep.explain.script_habits import habits_of, pageable_copies
 from trainstep.explain.script_messages import messages_of
 from trainstep.records.record import Record, Samples
+from trainstep.records.tables import table_lines
 from trainstep.traces.kernel_classes import MATMUL
 
 _INSTALLED = "site-packages"
@@ -78,8 +78,8 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
     inspected = [record for record in inspected if record.fact("trace_failed") is None] or inspected
     last = inspected[-1] if inspected else records[-1]
     on_device = records[-1].config["device"] == "cuda"
-    waits = list(rows_of(last.tables.get("waits")))
-    again = [row for record in records for row in rows_of(record.tables.get("compilations")) if row["reason"]]
+    waits = table_lines(last.tables.get("waits"))
+    again = [row for record in records for row in table_lines(record.tables.get("compilations")) if row["reason"]]
     measured_s = _step_s(records)
     if not measured_s:
         raise ValueError("run: its steps take no time, so that there is nothing to explain")
@@ -125,7 +125,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
         data_share=_data_share(records[-1], data_s, measured_s),
         blocked_s=blocked_s,
         recompile_s=recompile_s,
-        allocator_s=sum(row["allocation_s"] for row in rows_of(last.tables.get("host"))),
+        allocator_s=sum(row["allocation_s"] for row in table_lines(last.tables.get("host"))),
         collector_s=collector_s,
         contended_s=contended_s,
         others=others,
@@ -150,9 +150,8 @@ def matmul_rate(record: Record) -> tuple[str, ...]:
     if not flops or not time_s or spec is None or time_s < _MOST_MATMULS * work_of(record.tables).get(MATMUL, 0.0):
         return ()
     rate, peak = flops / time_s, spec.peak_flops["bf16"]
-    return (
-        f"The step's 16-bit matmuls reach {rate / 1e12:,.0f} TFLOP/s, {rate / peak:.0%} of the data sheet's {peak / 1e12:,.0f}.",
-    )
+    reached = f"{rate / 1e12:,.0f} TFLOP/s, {100 * rate / peak:.0f} % of the data sheet's {peak / 1e12:,.0f}"
+    return (f"The step's 16-bit matmuls reach {reached}.",)
 
 
 def _step_s(records: Sequence[Record]) -> float:
@@ -184,7 +183,7 @@ def _late_s(
     data_s = _mean(samples, Part.DATA)
     other_s = max(0.0, measured_s - sum(usual.values()) - data_s)
     own_s = data_s
-    for row in rows_of(inspected[-1].tables["host"]):
+    for row in table_lines(inspected[-1].tables["host"]):
         inspected_s = row["host_s"] - row["blocked_s"]
         if row["phase"] in usual:
             own_s += min(usual[row["phase"]], inspected_s)
@@ -194,7 +193,7 @@ def _late_s(
     if has_lines:
         return late_s
     # No line waits: only large pageable copies suggest late launches. They cost at most the idle time of inspected steps.
-    idle_s = [sum(row["idle_s"] or 0.0 for row in rows_of(record.tables["host"])) for record in inspected]
+    idle_s = [sum(row["idle_s"] or 0.0 for row in table_lines(record.tables["host"])) for record in inspected]
     return float(min(late_s, statistics.median(idle_s)))
 
 
@@ -250,10 +249,11 @@ def _contention(records: Sequence[Record], measured_s: float, *, on_device: bool
     on_gpu = share(lambda record: (record.fact("gpu_others_share") or 0.0) * record.duration_s) if on_device else 0.0
     if count and on_gpu > _QUIET:
         processes = f"{count} other process{'es' if count > 1 else ''}"
-        words = f"{processes} used {on_gpu:.0%} of the GPU's multiprocessors"
+        words = f"{processes} used {100 * on_gpu:.0f} % of the GPU's multiprocessors"
         return _others_share_of_gpu(timed, on_gpu, count) * measured_s, words, True
     if min(waited, used) > _QUIET:
-        words = f"for {waited:.0%} of the time a thread waited for a core, and others used {used:.0%} of the machine"
+        waiting = f"for {100 * waited:.0f} % of the time a thread waited for a core"
+        words = f"{waiting}, and others used {100 * used:.0f} % of the machine"
         return min(waited, used) * measured_s, words, False
     return 0.0, "", False
 

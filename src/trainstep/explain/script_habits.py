@@ -23,8 +23,9 @@ from typing import Any
 
 from trainstep.config.machine import machine_spec
 from trainstep.config.script import Part
-from trainstep.explain.evidence import CASTS, MEMORY, Habit, rows_of
+from trainstep.explain.evidence import CASTS, MEMORY, Habit
 from trainstep.records.record import Record
+from trainstep.records.tables import table_lines
 from trainstep.traces import kernel_classes
 from trainstep.traces.kernel_classes import MATMUL
 from trainstep.traces.patterns.pattern import ATTENTION, FP32_ATTENTION, MASK, ODD_SIZES, OPTIMIZER, PRECISION, SLICES
@@ -86,7 +87,7 @@ def _habits_of(record: Record, samples: Mapping[str, Sequence[float]], *, on_dev
     excess_s: dict[str, float] = {}
     gap_s: dict[str, float] = {}
     words: dict[str, str] = {}
-    rows = list(rows_of(record.tables.get("patterns")))
+    rows = table_lines(record.tables.get("patterns"))
     usual_s = {row["phase"]: _usual_s(row, record, samples) for row in rows}
     least_range_s = min((_range_s(row, usual_s[row["phase"]]) for row in rows), default=0.0)
     for row in rows:
@@ -159,7 +160,7 @@ def matmul_precision(record: Record) -> str | None:
     """
     if noted := record.fact("matmul_precision"):
         return str(noted)
-    names = [row["name"] for row in rows_of(record.tables.get("kernels")) if row["class"] == MATMUL]
+    names = [row["name"] for row in table_lines(record.tables.get("kernels")) if row["class"] == MATMUL]
     if any(_TF32_ON.search(name) for name in names):
         return "high"
     return "highest" if any(_TF32_OFF.search(name) for name in names) else None
@@ -172,5 +173,5 @@ def _pageable_s(record: Record) -> float:
 
 def pageable_copies(record: Record) -> list[dict[str, Any]]:
     """The kernels' rows of copies from pageable memory."""
-    rows = rows_of(record.tables.get("kernels"))
+    rows = table_lines(record.tables.get("kernels"))
     return [row for row in rows if row["name"].startswith("Memcpy HtoD (Pageable")]

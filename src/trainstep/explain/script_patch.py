@@ -82,12 +82,12 @@ _KEYWORDS: Mapping[str, Sequence[Keyword]] = {
 
 def keywords_of_pages(causes: Iterable[str], *, workers: int) -> list[Keyword]:
     """What the causes' pages add to calls, with so many workers of a loader; nobody has measured it in this script."""
-    found = [keyword for cause in causes for keyword in _KEYWORDS.get(cause, ())]
+    named = [keyword for cause in causes for keyword in _KEYWORDS.get(cause, ())]
     return [
         keyword._replace(
             values={name: str(workers) if value == "N" else value for name, value in keyword.values.items()}
         )
-        for keyword in found
+        for keyword in named
     ]
 
 

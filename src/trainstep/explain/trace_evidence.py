@@ -6,10 +6,11 @@ The step's time is that under the profiler, which slows the host. Where the host
 import statistics
 
 from trainstep.config.script import Part
-from trainstep.explain.evidence import Evidence, rows_of, spread_of, with_copies_as_casts, work_of
+from trainstep.explain.evidence import Evidence, spread_of, with_copies_as_casts, work_of
 from trainstep.explain.script_evidence import matmul_rate
 from trainstep.explain.script_habits import habits_of, matmul_precision
 from trainstep.records.record import Record
+from trainstep.records.tables import table_lines
 from trainstep.traces.kernel_classes import COMMUNICATION, IDLE
 from trainstep.traces.patterns.pattern import PRECISION
 
@@ -44,7 +45,7 @@ def trace_evidence(record: Record) -> Evidence:
     data_s = statistics.median(data.values) if data is not None and data.values else 0.0
     verdict = {name: values[0] for name, values in record.tables.get("verdict", {}).items() if values}
     exposed_s = verdict.get("exposed_share", 0.0) * measured_s
-    host = list(rows_of(record.tables.get("host")))
+    host = table_lines(record.tables.get("host"))
     work = with_copies_as_casts(work_of(record.tables)) if on_device else {}
     busy_s = sum(work.values()) if on_device else max(0.0, measured_s - data_s - exposed_s)
     return Evidence(
@@ -80,7 +81,7 @@ def _notes(record: Record) -> tuple[str, ...]:
 def _phases_s(record: Record, busy_s: float) -> dict[str, float]:
     """Work by phase, without messages, scaled down where parallel threads sum to more than `busy_s`."""
     phases: dict[str, float] = {}
-    for row in rows_of(record.tables.get("classes")):
+    for row in table_lines(record.tables.get("classes")):
         if row["class"] not in (COMMUNICATION, IDLE):
             phases[row["phase"]] = phases.get(row["phase"], 0.0) + row["time_s"]
     scale = min(1.0, busy_s / (sum(phases.values()) or 1.0))

@@ -18,12 +18,12 @@ fp32, ten steps) with right variants and with four wrong attentions (no mask, an
     bf16          at most 2.6e-5    at least 1.2e-5        at least 1.3e-4
 
 So losses are compared on text where the model can read it. A 64th of the unit roundoff (2^-8 for bf16) is allowed, but at least
-2^-20: fp32's loss itself has steps of 2^-24. Another precision moves the loss lawfully: against fp32, fp16_autocast by 6e-6,
+2^-20: fp32's loss itself has steps of 2^-24. Another precision legitimately moves the loss: against fp32, fp16_autocast by 6e-6,
 bf16_autocast by 6e-5, bf16_master by 1.3e-3 and bf16 by 2.9e-3. A whole unit roundoff is allowed there, which a missing mask
 exceeds (1.0e-2). Later changes are held to the losses of the new precision.
 
-[Note: the nearest run] Runs of one step that adds in no fixed order (atomic additions, kernels chosen by time) differ as rounding
-does. Eleven of a compiled GPT-2 in bf16 autocast were 2.9e-5 apart in the median and 1.0e-4 at most (results/h200/
+[Note: the nearest run] Runs of a step that is not deterministic (atomic additions, kernels chosen by time) differ by rounding.
+Eleven of a compiled GPT-2 in bf16 autocast were 2.9e-5 apart in the median and 1.0e-4 at most (results/h200/
 script_hugging_face_proof.ndjson), which is more than what is allowed. So where the start has run several times, losses are held to
 those of the run that is nearest: the changes there were 3.5e-5 away at most.
 
@@ -32,13 +32,13 @@ steps, 3e-5 over eight and 3e-4 over ten (results/h200/script_hugging_face_plain
 losses are compared over as many steps as all runs of the start agree within a quarter of what is allowed, and over four at least: a
 wrong forward pass shows in the first, a wrong gradient or update from the second on, if the learning rate does not begin at zero.
 
-[Note: unstable steps] Where all runs of a start are the same to the bit, they do not show whether training amplifies rounding. A
+[Note: unstable steps] Where all runs of a start are bitwise equal, they do not show whether training amplifies rounding. A
 change of precision does: medium's losses rose from 6.9 to 10.9 in the third step, and bf16 autocast was 1.9e-4 from fp32 in the
 first step and 2.3e-3 over ten; there torch.compile was 6e-6 and 4.7e-4 from eager bf16, other attentions 4e-5 to 1.0e-4
 (results/h200/preset_medium_flash_attn_4.jsonl). So what is allowed grows as the difference from another precision grows from the
 first step on, but at most to half of that difference. The losses of the first step, of the first two, and so on each keep to
 it, since one blown-up step would hide much. Where the start is in 16 bits, a trial in fp32 shows it, once losses differ.
-Only where weights are in fp32: bf16 weights lose updates, and so move tiny's calm losses from 1e-5 to 2.4e-3, which is no rounding.
+Only where weights are in fp32: bf16 weights lose updates, and so move tiny's calm losses from 1e-5 to 2.4e-3: more than rounding.
 """
 
 import itertools

@@ -263,6 +263,11 @@ TABLES: Mapping[str, Mapping[str, TableKind]] = {
 """Workload -> table name -> declaration; two workloads may use one name for different tables."""
 
 
+def table_lines(table: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
+    """A record's table of columns as a list of lines; an empty list if there is no table."""
+    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)] if table else []
+
+
 def table_kind(workload: str, name: str) -> TableKind | None:
     """The declaration of that table, or None."""
     return _RANKS if name == RANKS else TABLES.get(workload, {}).get(name)

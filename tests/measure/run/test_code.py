@@ -68,6 +68,37 @@ def test_an_error_in_the_block_is_recorded_and_raised(parts: Any, tmp_path: Path
     assert records(out)[-1].fact("ending") == "ZeroDivisionError: division by zero"
 
 
+class Wordless(Exception):
+    """An error whose own words cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (SystemExit("no data here"), "exit: no data here"),
+        (SystemExit(3), "exit code 3"),
+        (SystemExit(), "finished"),
+        (ValueError("\n\nsecond line"), "ValueError: second line"),
+        (Wordless(), "Wordless"),
+    ],
+)
+def test_a_block_ends_in_the_words_of_a_script(error: BaseException, words: str, parts: Any, tmp_path: Path):
+    model, optimizer = parts
+    out = tmp_path / "r.jsonl"
+
+    def block() -> None:
+        with trainstep.watch(out=out, page=False, quiet=True, inspect_every=0):
+            train(model, optimizer)
+            raise error
+
+    with pytest.raises(type(error)):
+        block()
+    assert records(out)[-1].fact("ending") == words
+
+
 def test_a_page_and_an_answer_follow(parts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     model, optimizer = parts
     with trainstep.watch(model, optimizer, out=tmp_path / "r.jsonl", inspect_every=0):

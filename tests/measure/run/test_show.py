@@ -1,12 +1,16 @@
-"""A run of several ranks is shown once all of them have ended."""
+"""A run of several ranks is shown once all of them have ended; a report that cannot be started is a sentence."""
 
+import errno
+import os
+import subprocess
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import pytest
 
 from record_maker import a_record
-from trainstep.measure.run.show import rank_path, wait_for_ranks
+from trainstep.measure.run.show import rank_path, show_run, wait_for_ranks
 from trainstep.records.facts import facts_of
 from trainstep.records.store import Store
 
@@ -29,3 +33,12 @@ def test_a_run_is_shown_when_every_rank_has_ended(ranks: int, tmp_path: Path):
 def test_a_rank_that_was_killed_is_not_waited_for_without_end(tmp_path: Path):
     wait_for_ranks(tmp_path / "r.jsonl", 2, longest_s=0.1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_cannot_be_started_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    failed = show_run(tmp_path / "r.jsonl", tmp_path / "r.html", None)
+    assert failed == "the report could not be started: Cannot allocate memory"

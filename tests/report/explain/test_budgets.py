@@ -89,7 +89,7 @@ def test_a_step_that_is_mostly_its_ops_says_so_before_a_small_finding():
     )
     assert verdict_of(budget) == (
         "The step takes 100.0 ms; 97.0 % is its ops as they run, of which backward is 60.0 %; `trainstep profile` shows them. "
-        "First of the excesses: host launches, 3.000 ms, 3.0 % of the step: it was seen."
+        "Longest excess: host launches, 3.000 ms, 3.0 % of the step: it was seen."
     )
     kernels = replace(
         budget,
@@ -110,7 +110,7 @@ def test_a_step_that_is_mostly_its_ops_says_so_before_a_small_finding():
 @pytest.mark.parametrize(
     ("path", "gpu", "why"),
     [
-        (CPU, None, "calibration: no floor is known for a step of a CPU, so that it has no effect"),
+        (CPU, None, "calibration: has no effect, because no floor is known for a step on a CPU"),
         (PROFILES, "NVIDIA H100 80GB HBM3", "calibration: it was measured on NVIDIA H200, and the step on NVIDIA H100"),
         (PROFILES, "Another GPU", "calibration: it was measured on NVIDIA H200, and the step on Another GPU"),
     ],

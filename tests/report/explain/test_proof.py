@@ -162,7 +162,7 @@ def test_the_table_has_both_gains_and_json_their_seconds():
     proof = a_proof(BLOCK, FUSED, refused, left_out=[("adamw=loop", "adamw=foreach is faster")], together=BLOCK)
     table = proof_table(explained(), proof)
     text = plain([table])
-    assert "Not among all together: adamw=loop, because adamw=foreach is faster." in text
+    assert "Left out of all together: adamw=loop, because adamw=foreach is faster." in text
     [line] = [line for line in text.splitlines() if line.startswith("compile=block")]
     assert line.split()[1:8] == ["400.0", "350.0", "600.0", "500.0", "400.0", "600.0", "faster"]
     assert line.split()[8] == "yes"

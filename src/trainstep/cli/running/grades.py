@@ -1,4 +1,4 @@
-"""For --grade of `trainstep plan`: predicts the steps of records anew, and shows how far the predictions are off."""
+"""For --grade of `trainstep plan`: predicts the steps of records again, and shows how far the predictions are off."""
 
 import sys
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainstep.cli.running.progress import span_words
+from trainstep.cli.running.progress import duration_words
 from trainstep.config.machine import machine_spec
 from trainstep.plan.fleet.published import grade_table, read_table
 from trainstep.plan.grade import grade_records
@@ -110,7 +110,7 @@ def show_grades(
     `tell`: shows the progress.
     """
     if not path.exists():
-        raise ValueError(f"grade: {path} is neither a file of records nor a folder with some")
+        raise ValueError(f"grade: {path} does not exist; give a file of records or a folder with some")
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     published = sorted(path.glob("*.toml")) if path.is_dir() and not files else [path] if path.suffix == ".toml" else []
     if published:
@@ -152,11 +152,11 @@ def _progress(files: Sequence[Path], tell: Callable[[str], None]) -> Callable[[i
         nonlocal told_s
         now_s, left = time.monotonic(), sum(sizes[done:])
         if not done:
-            tell(f"predicting the steps of {what} anew: about {span_words(max(1, left * _SECONDS_A_BYTE))}")
+            tell(f"predicting the steps of {what} again: about {duration_words(max(1, left * _SECONDS_A_BYTE))}")
         elif now_s - told_s >= _TOLD_EVERY_S and left < sum(sizes):
             told_s = now_s
             left_s = (now_s - began_s) * left / (sum(sizes) - left)
-            tell(f"{done} of {what}: about {span_words(max(1, left_s))} left")
+            tell(f"{done} of {what}: about {duration_words(max(1, left_s))} left")
 
     return on_file
 

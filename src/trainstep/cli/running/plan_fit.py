@@ -44,8 +44,8 @@ def run_fit(
     config = build(PlanConfig, options, where="plan")
     if isinstance(config.run.model, UserModel):
         raise ValueError(
-            "fit: a model of your own would be traced anew for each value; search by trials: trainstep memory --fit, or plan a few "
-            "values as a list"
+            "fit: a model of your own would be traced again for each value; search by trials: trainstep memory --fit, or plan a "
+            "few values as a list"
         )
     fits = largest_fit(config, field, gpu_memory_bytes=memory_bytes)
     best, trial = fits.surely or fits.probably, None

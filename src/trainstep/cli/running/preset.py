@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, interrupt_says
 from trainstep.cli.options import GridOptions, is_installed
-from trainstep.cli.running.progress import CellProgress, span_words
+from trainstep.cli.running.progress import CellProgress, duration_words
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import expand
-from trainstep.config.run import PRECISIONS
+from trainstep.config.run import PRECISIONS, TIMING_FIELDS
 from trainstep.measure.harness.lab import Lab
 from trainstep.measure.harness.sets_plan import FEWEST_SETS
 from trainstep.measure.harness.sweep import check_same_place
@@ -32,8 +32,6 @@ from trainstep.report.kit.visible import one_line
 if TYPE_CHECKING:
     from trainstep.measure.harness.runner import Limits
 
-TIMING_FIELDS = frozenset(("steps", "warmups", "sync", "nvtx", "cold_compile", "seed"))
-"""Fields that say how a step is timed: a preset leaves them to its user."""
 _FILE = "preset-fastest.jsonl"
 
 
@@ -161,7 +159,9 @@ def _show_plan(
         for result, plan in zip(results, plans, strict=True):
             count = len(result.untried)
             left = (
-                f"{count} to try, at most about {span_words(plan['expected_s'])}" if count else "the search is finished"
+                f"{count} to try, at most about {duration_words(plan['expected_s'])}"
+                if count
+                else "the search is finished"
             )
             print(one_line(f"{plan['label']}: {left}"))
             for step in result.steps:

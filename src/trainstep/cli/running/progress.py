@@ -148,7 +148,7 @@ class CellProgress:
         # The running cell's stage may show that the cell takes longer than expected.
         stage_s = max(self._stage_left_s(now_s), self._processes_left_s(now_s))
         seconds = max(all_s - (now_s - self._rated_s), later_s + stage_s)
-        return f"about {span_words(max(seconds, 1))} left" if seconds > 0 else ""
+        return f"about {duration_words(max(seconds, 1))} left" if seconds > 0 else ""
 
     def _seconds(self, key: object) -> float:
         """The expected time of a cell; without expectations every cell counts the same."""
@@ -188,7 +188,7 @@ def cell_count(count: int) -> str:
     return f"{count} cell{'' if count == 1 else 's'}"
 
 
-def span_words(seconds: float) -> str:
+def duration_words(seconds: float) -> str:
     """`45 s`, `12 min`, `3.5 h`."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} h"
@@ -211,7 +211,7 @@ def time_words(expected: Iterable[ExpectedTime]) -> str:
         parts.append(
             "a rough guess" if len(expected) == 1 else f"a rough guess of {each} s for each of {counts[ROUGH]}"
         )
-    return f"about {span_words(sum(item.seconds for item in expected))} by {', and '.join(parts)}"
+    return f"about {duration_words(sum(item.seconds for item in expected))} by {', and '.join(parts)}"
 
 
 def _after_comma(words: str) -> str:

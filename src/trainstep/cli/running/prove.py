@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.cli.cells import FAULTED, UNFINISHED, check_kept, check_page, interrupt_says, run_cells, show_dry_run
-from trainstep.cli.options import GridOptions, check_gpus, this_machine
+from trainstep.cli.options import GridOptions, this_machine
 from trainstep.cli.profile import profile_cells
 from trainstep.cli.running.preset import allowed_precisions, lab_of, tell
-from trainstep.cli.running.progress import span_words
+from trainstep.cli.running.progress import duration_words
 from trainstep.cli.running.prove_options import ProveOptions
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.grid import Cell, groups_along
@@ -75,7 +75,7 @@ def request_of(proof: ProveOptions) -> Request:
     sizes = []
     for word in [] if proof.allow_batch_size is None else proof.allow_batch_size.split(","):
         if not word.strip().isdecimal() or not int(word):
-            raise ValueError(f"allow_batch_size: {word.strip()!r} is no positive number; write it as 8,16")
+            raise ValueError(f"allow_batch_size: {word.strip()!r} is not a positive number; write sizes as 8,16")
         sizes.append(int(word))
     precisions = allowed_precisions(proof.allow_precision)
     return Request(
@@ -141,7 +141,7 @@ def prove_rows(
 
         return prove_script(step, request, bounds, how, began_s)
     if request.script_steps is not None:
-        raise ValueError("script_steps: the step is built anew and takes --steps of its record; leave it out")
+        raise ValueError("script_steps: the step is built again and takes --steps of its record; leave it out")
     check_provable(record)
     if record.workload not in _PROVABLE:
         raise ValueError(
@@ -161,12 +161,17 @@ def same_machine(record: Record, how: GridOptions) -> Environment:
             "prove: the step ran on several nodes, and a proof runs on one; give a record of a step on one node"
         )
     forks = not how.dry_run and ranks == 1
-    here, _ = this_machine(device, instead="--model, which explains a step of this machine", forks=forks)
-    check_gpus([ranks], device, here, verb="parallel")
+    instead = "--model, which explains a step of this machine"
+    if record.workload == _SCRIPT:
+        instead = "a run of the script on this machine, by `trainstep run`"
+    here, _ = this_machine(device, instead=instead, forks=forks)
+    if device == "cuda" and ranks > here.gpu_count:
+        raise ValueError(
+            f"prove: the step ran on {ranks} GPUs, and here {here.gpu_count} can be used; take a machine with {ranks}, or {instead}"
+        )
     if device == "cuda" and here.gpu != record.environment.gpu and not how.allow_mixed:
         raise ValueError(
-            f"prove: the step was measured on {record.environment.gpu}, and here is {here.gpu}; take --model to explain and prove "
-            "a step of this machine, or --allow-mixed"
+            f"prove: the step was measured on {record.environment.gpu}, and here is {here.gpu}; take {instead}, or --allow-mixed"
         )
     return here
 
@@ -185,7 +190,7 @@ def proof_store(how: GridOptions, request: Request) -> Store:
 
 
 def _prove(
-    one: Explained,
+    step: Explained,
     store: Store,
     bounds: "Limits",
     request: Request,
@@ -194,10 +199,10 @@ def _prove(
     began_s: float,
 ) -> int:
     """Measure what is to be tried, and show it. Returns the exit code."""
-    record, budget = one.row.record, one.budget
+    record, budget = step.row.record, step.budget
     config = planned_config(record.workload, record.config)
     start = start_of(record.workload, config)
-    predict = predictor(config, one.calibration, budget.measured_s)
+    predict = predictor(config, step.calibration, budget.measured_s)
     changes = candidates(
         budget,
         config,
@@ -211,16 +216,16 @@ def _prove(
     lab = lab_of(store, bounds, how, str(record.config["device"]), began_s=began_s)
     lab.start = start
     if how.dry_run:
-        return show_plan(one, measure(one, changes, lab, predict, how), changes, lab, how)
+        return show_plan(step, measure(step, changes, lab, predict, how), changes, lab, how)
     with store.locked(), interrupt_says(lambda: f"finished measurements are kept in {store.path}; run it again"):
-        tell(f"{one.label}: {len(changes)} changes to prove, records: {store.path}", how)
-        proof = measure(one, changes, lab, predict, how)
-    return _show(one, proof, store, request, how, here)
+        tell(f"{step.label}: {len(changes)} changes to prove, records: {store.path}", how)
+        proof = measure(step, changes, lab, predict, how)
+    return _show(step, proof, store, request, how, here)
 
 
 def measure(
-    one: Explained,
-    found: Sequence[Candidate],
+    step: Explained,
+    changes: Sequence[Candidate],
     lab: "Lab | ScriptLab",
     predict: Predict,
     how: GridOptions,
@@ -238,14 +243,14 @@ def measure(
 
     return prove(
         lab.start,
-        found,
-        one.budget.measured_s,
+        changes,
+        step.budget.measured_s,
         predict,
         key_of=lab.key_of,
         trial=lab.trial,
         compare=lab.compare,
         reserve=reserve,
-        said=announce,
+        announce=announce,
         needs_losses=needs_losses,
     )
 
@@ -253,11 +258,11 @@ def measure(
 def _progress_words(lab: "Lab | ScriptLab", place: int, of: int, candidate: Candidate) -> str:
     """`[2/6] capture step; about 3 min left`: more on a noisy machine; the last is all changes together."""
     left_s = lab.left_s(of - place + 1)
-    return f"[{place}/{of}] {candidate.name}; about {span_words(left_s)} left"
+    return f"[{place}/{of}] {candidate.name}; about {duration_words(left_s)} left"
 
 
 def show_plan(
-    one: Explained, proof: Proof, found: Sequence[Candidate], lab: "Lab | ScriptLab", how: GridOptions
+    step: Explained, proof: Proof, changes: Sequence[Candidate], lab: "Lab | ScriptLab", how: GridOptions
 ) -> int:
     """Print what the file of records has, what would be measured next, and about how long that takes."""
     each_s = lab.trial_s(proof.start) + lab.comparison_s(proof.start)
@@ -267,13 +272,15 @@ def show_plan(
     known = [{"change": tried.candidate.name, "outcome": tried.step.word} for tried in proof.singles]
     with outliving_reader(sys.stdout):
         if how.json:
-            plan = {"dry_run": True, "label": one.label, "known": known, "to_try": proof.untried, "expected_s": left_s}
+            plan = {"dry_run": True, "label": step.label, "known": known, "to_try": proof.untried, "expected_s": left_s}
             print(json.dumps({**plan, "records": str(lab.store.path)}, indent=1))
             return 0
-        words = (
-            f"{len(proof.untried)} to try, about {span_words(left_s)} or more" if proof.untried else "it is finished"
+        left = (
+            f"{len(proof.untried)} to try, about {duration_words(left_s)} or more"
+            if proof.untried
+            else "nothing left to try"
         )
-        print(f"{one.label}: of {len(found)} changes, {words}")
+        print(f"{step.label}: {len(changes)} change{'' if len(changes) == 1 else 's'}, {left}")
         for tried in proof.singles:
             print(f"  {tried.candidate.name}: {tried.step.word}: {tried.step.reason}")
         for name in proof.untried:
@@ -282,13 +289,13 @@ def show_plan(
     return 0
 
 
-def _show(one: Explained, proof: Proof, store: Store, request: Request, how: GridOptions, here: Environment) -> int:
+def _show(step: Explained, proof: Proof, store: Store, request: Request, how: GridOptions, here: Environment) -> int:
     """Print the answers, the tables and the winning options; write the file of options and the page. Returns the exit code."""
     wins = proof.best is not None
     out_config = request.out_config if wins else None
-    answer = proof_answer(one.label, proof, None if out_config is None else str(out_config))
-    answers = [answer, *explain_answers([one])]
-    tables = [*([proof_table(one, proof)] if proof.singles else []), *explain_tables([one])]
+    answer = proof_answer(step.label, proof, None if out_config is None else str(out_config))
+    answers = [answer, *explain_answers([step])]
+    tables = [*([proof_table(step, proof)] if proof.singles else []), *explain_tables([step])]
     stream = sys.stderr if how.json else sys.stdout
     show_found(answers, tables, as_json=how.json, every=how.every)
     if wins and not how.json:
@@ -297,13 +304,13 @@ def _show(one: Explained, proof: Proof, store: Store, request: Request, how: Gri
     lines = [f"records: {store.path}"]
     if out_config is not None:
         command = shlex.join(["trainstep", *sys.argv[1:]])
-        toml = proof_toml(one.label, proof, command=command, records=str(store.path), here=here, answer=answer)
+        toml = proof_toml(step.label, proof, command=command, records=str(store.path), here=here, answer=answer)
         write_output("out_config", out_config, "proof", toml)
         lines.append(f"options: {out_config}")
     elif request.out_config is not None:
         lines.append(f"options: no change is certainly faster, so {request.out_config} was not written")
     if how.page is not None:
-        write_proof_page(one, [proof_section(one, proof, answer), *explain_sections([one])], answers, how.page)
+        write_proof_page(step, [proof_section(step, proof, answer), *explain_sections([step])], answers, how.page)
         lines.append(f"page: {how.page}")
     with outliving_reader(stream):
         print(*lines, sep="\n", file=stream, flush=True)
@@ -312,6 +319,6 @@ def _show(one: Explained, proof: Proof, store: Store, request: Request, how: Gri
     return FAULTED if proof.trouble else 0
 
 
-def write_proof_page(one: Explained, sections: Sequence[Section], answers: Sequence[Answer], path: Path) -> None:
-    text = make_page([one.row], title="What the changes gained", lead=list(sections), lead_answers=list(answers))
+def write_proof_page(step: Explained, sections: Sequence[Section], answers: Sequence[Answer], path: Path) -> None:
+    text = make_page([step.row], title="What the changes gained", lead=list(sections), lead_answers=list(answers))
     write_output("page", path, "html", text)

@@ -12,9 +12,9 @@ _PROOF = Group("To prove", sort_key=3)
 _PROVE_HELP = (
     "Then apply the changes, one at a time and together: each is interleaved with the original step in fresh processes, and its "
     "losses are checked. Predicted and measured gain stand side by side. Records are in runs/explain-prove.jsonl or --out, and the "
-    "same command goes on where it stopped. Of records with several steps: the one furthest above its floor. Of a run of your "
-    "own script: the script is started again, for some steps each time, and changed from outside as by run --apply; under "
-    "--budget-minutes its changes may have two rounds each, so that there is time for all together."
+    "same command goes on where it stopped. If the records have several steps, it takes the one furthest above its floor. If they "
+    "are of a run of your own script, the script is started again, for some steps each time, and changed from outside as by run "
+    "--apply; under --budget-minutes its changes may have two rounds each, so that there is time for all together."
 )
 _CONFIG_HELP = "With --prove: write the winning options to this TOML file, which bench or parallel read with --config."
 _PRECISION_HELP = "With --prove: precisions that may be tried, as bf16_autocast,bf16_master; they change the losses."

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from trainstep.cli.running.prove import Request, measure, proof_store, same_mach
 from trainstep.cli.streams import outliving_reader, show_found
 from trainstep.config.script import text_of_changes
 from trainstep.explain.proof import Candidate, Proof
-from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, script_candidates, workers_for
+from trainstep.explain.script_changes import PRECISIONS, ScriptPlace, place_of, script_candidates, workers_for
 from trainstep.explain.script_patch import Patch, keywords_of_pages, lines_to_write, patch_of, winning_patch
 from trainstep.measure.harness.sweep import check_same_place
 from trainstep.measure.machine.environment import cores
@@ -41,14 +42,14 @@ _LEAST_STEPS = 8
 _SUGGESTED = "The lines are those of the causes' pages, with predicted gains; the proof's table says what was measured."
 
 
-def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOptions, began_s: float) -> int:
+def prove_script(step: Explained, request: Request, bounds: "Limits", how: GridOptions, began_s: float) -> int:
     """Prove what explain predicts of a script. Where it cannot be started again, show the lines to write. Returns the exit code."""
     _check(request)
-    record = one.row.record
+    record = step.row.record
     try:
         command = command_of(record)
     except ValueError as error:
-        return _show_lines(one, str(error).removeprefix("prove: "), how)
+        return _show_lines(step, str(error).removeprefix("prove: "), how)
     here = same_machine(record, how)
     store = proof_store(how, request)
     if not how.allow_mixed:
@@ -68,14 +69,16 @@ def prove_script(one: Explained, request: Request, bounds: "Limits", how: GridOp
         dry_run=how.dry_run,
     )
     if how.dry_run:
-        proof, changes = _measured(one, lab, request, how)
-        return show_plan(one, proof, changes, lab, how)
+        proof, changes = _measured(step, lab, request, how)
+        return show_plan(step, proof, changes, lab, how)
     with store.locked(), interrupt_says(lambda: f"finished processes are kept in {store.path}; run it again"):
-        for line in _before_words(one, command, f"{steps} steps{' or more' if lab.may_share else ''}", str(store.path)):
+        for line in _before_words(
+            step, command, f"{steps} steps{' or more' if lab.may_share else ''}", str(store.path)
+        ):
             tell(line, how)
-        proof, _ = _measured(one, lab, request, how)
+        proof, _ = _measured(step, lab, request, how)
         proof.unfinished = _unfinished(proof, lab)
-    return _show(one, proof, lab, how)
+    return _show(step, proof, lab, how)
 
 
 def _unfinished(proof: Proof, lab: ScriptLab) -> list[str]:
@@ -100,11 +103,11 @@ def _check(request: Request) -> None:
         raise ValueError(f"script_steps: must be at least {_LEAST_STEPS}, not {request.script_steps}")
 
 
-def _before_words(one: Explained, command: ScriptCommand, steps: str, records: str) -> list[str]:
+def _before_words(step: Explained, command: ScriptCommand, steps: str, records: str) -> list[str]:
     """The lines to show before the script runs. `steps`: how many each process takes, in words."""
     ranks = f" on {command.ranks} ranks" if command.ranks > 1 else ""
     words = [
-        f"{one.label}: `{shlex.join(command.words)}` is started again and again in {command.folder}{ranks}, {steps} "
+        f"{step.label}: `{shlex.join(command.words)}` is started again and again in {command.folder}{ranks}, {steps} "
         "each time, with all that it does to files; records: " + records
     ]
     if command.changed:
@@ -112,57 +115,58 @@ def _before_words(one: Explained, command: ScriptCommand, steps: str, records: s
     return words
 
 
-def _measured(one: Explained, lab: ScriptLab, request: Request, how: GridOptions) -> tuple[Proof, Sequence[Candidate]]:
+def _measured(step: Explained, lab: ScriptLab, request: Request, how: GridOptions) -> tuple[Proof, Sequence[Candidate]]:
     """The proof, and the changes that it tries. The original's first process says which precision and batch the script has."""
     first = lab.first()
     precision = None if first is None or first.failure else first.fact("script_precision")
     batch_size = None if first is None or first.failure else first.fact("loader_batch_size", 0)
     known = {"precision": precision, "batch_size": batch_size if request.batch_sizes else None}
     lab.start = {name: value for name, value in known.items() if value}
-    place = _place(one.row.record, first, precision, batch_size)
-    changes = script_candidates(one.budget, place, request.precisions, request.batch_sizes)
+    place = _place(step.row.record, first, precision, batch_size)
+    changes = script_candidates(step.budget, place, request.precisions, request.batch_sizes)
     if not how.dry_run:
         tell(f"{len(changes)} changes to prove", how)
     if first is not None and first.failure is None:
         lab.measure_in_rounds([{**lab.start, **candidate.fields} for candidate in changes if not candidate.refusal])
-    return measure(one, changes, lab, lambda _: None, how, needs_losses=False), changes
+    return measure(step, changes, lab, lambda _: None, how, needs_losses=False), changes
 
 
 def _place(record: Record, first: Record | None, precision: str | None, batch_size: int | None) -> ScriptPlace:
-    return ScriptPlace(
-        on_gpu=record.config["device"] == "cuda",
-        ranks=int(record.config.get("ranks", 1)),
+    """The recorded run's place, but on this machine, and with what the original's first process says."""
+    place = place_of(record)
+    return replace(
+        place,
         cores=cores(),
         precision=precision,
         batch_size=batch_size,
-        compiles=bool((first or record).fact("compiled_graphs") or record.fact("compiled_graphs")),
+        compiles=place.compiles or bool(first is not None and first.fact("compiled_graphs")),
         fusable_parts=first.fact("fusable_parts") if first is not None else None,
     )
 
 
-def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int:
+def _show(step: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int:
     """Print what was proved, the command of the winning changes and their patch; write the page. Returns the exit code."""
     best = proof.best
     won = {} if best is None else lab.changes({**proof.start, **best.candidate.fields})
     command = None
     if won:
         command = shlex.join(["trainstep", "run", "--apply", text_of_changes(won), *lab.command.words])
-    to_write = lines_to_write(one.budget)
+    to_write = lines_to_write(step.budget)
     text, path = _script(lab.command.folder, lab.command.file)
     patch = winning_patch(path, text, won)
-    answer = proof_answer(one.label, proof, command=command)
-    answers = [answer, *explain_answers([one])]
-    lines = [script_table(one, to_write, note=_SUGGESTED)] if to_write else []
-    tables = [*([proof_table(one, proof)] if proof.singles else []), *lines, *explain_tables([one])]
-    show_found(answers, tables, as_json=how.json, every=how.every, for_programs=[*tables, patch_table(one, patch)])
+    answer = proof_answer(step.label, proof, command=command)
+    answers = [answer, *explain_answers([step])]
+    lines = [script_table(step, to_write, note=_SUGGESTED)] if to_write else []
+    tables = [*([proof_table(step, proof)] if proof.singles else []), *lines, *explain_tables([step])]
+    show_found(answers, tables, as_json=how.json, every=how.every, for_programs=[*tables, patch_table(step, patch)])
     stream = sys.stderr if how.json else sys.stdout
     if how.page is not None:
         written = [f"Patch: {patch.text}", patch.words] if patch.text else []
         section = Section(
-            title=f"What to write: {one.label}", paragraphs=tuple(filter(None, written)), tables=tuple(lines)
+            title=f"What to write: {step.label}", paragraphs=tuple(filter(None, written)), tables=tuple(lines)
         )
-        sections = [proof_section(one, proof, answer), *([section] if lines else []), *explain_sections([one])]
-        write_proof_page(one, sections, answers, how.page)
+        sections = [proof_section(step, proof, answer), *([section] if lines else []), *explain_sections([step])]
+        write_proof_page(step, sections, answers, how.page)
     with outliving_reader(stream):
         if patch.text and not how.json:
             print(
@@ -183,24 +187,24 @@ def _show(one: Explained, proof: Proof, lab: ScriptLab, how: GridOptions) -> int
     return FAULTED if proof.trouble else 0
 
 
-def _show_lines(one: Explained, reason: str, how: GridOptions) -> int:
+def _show_lines(step: Explained, reason: str, how: GridOptions) -> int:
     """Show the lines of each cause's page, for a script that cannot be started again. Returns the exit code."""
-    to_write = lines_to_write(one.budget)
-    folder = str(one.row.record.fact("script_folder", ""))
-    file = os.path.join(folder, str(one.row.record.config["script"]))
-    workers = workers_for(one.row.record.environment.cores, ranks=one.row.record.config.get("ranks", 1))
+    to_write = lines_to_write(step.budget)
+    folder = str(step.row.record.fact("script_folder", ""))
+    file = os.path.join(folder, str(step.row.record.config["script"]))
+    workers = workers_for(step.row.record.environment.cores, ranks=step.row.record.config.get("ranks", 1))
     text, path = _script(folder, file)
     patch = patch_of(path, text, keywords_of_pages([item.cause for item in to_write], workers=workers))
-    answers = [script_answer(one, to_write, patch, reason), *explain_answers([one])]
-    tables = [script_table(one, to_write), *explain_tables([one])]
-    for_programs = [*tables, patch_table(one, Patch(text=patch))]
+    answers = [script_answer(step, to_write, patch, reason), *explain_answers([step])]
+    tables = [script_table(step, to_write), *explain_tables([step])]
+    for_programs = [*tables, patch_table(step, Patch(text=patch))]
     show_found(answers, tables, as_json=how.json, every=how.every, for_programs=for_programs)
     with outliving_reader(sys.stdout):
         print(f"\n{_visible_lines(patch)}" if patch and not how.json else "", end="", flush=True)
     if how.page is not None:
         paragraphs = (answers[0].text, *([f"Patch: {patch}"] if patch else []))
-        section = Section(title=f"What to write: {one.label}", paragraphs=paragraphs, tables=(tables[0],))
-        write_proof_page(one, [section, *explain_sections([one])], answers, how.page)
+        section = Section(title=f"What to write: {step.label}", paragraphs=paragraphs, tables=(tables[0],))
+        write_proof_page(step, [section, *explain_sections([step])], answers, how.page)
         print(f"page: {how.page}", file=sys.stderr if how.json else sys.stdout, flush=True)
     return FAULTED
 

@@ -107,7 +107,7 @@ def _fit(
 
     assert options.fit is not None
     if options.minimize is not None:
-        raise ValueError("fit: and --minimize are two searches; leave one of them out")
+        raise ValueError("fit: is another search than --minimize; leave one of them out")
     others = {name: value for name, value in options.given().items() if name not in ("fit", "verify")}
     if name := next((name for name, value in {**others, **unused}.items() if value is not None), None):
         raise ValueError(f"{name}: has no effect on --fit; leave it out")
@@ -141,7 +141,7 @@ def _space(fields: Mapping[str, str | None], minimize: str, global_batch: int | 
         named["sync"] = strategies
         if YARDSTICK in strategies:
             raise ValueError(
-                "sync: with none each rank trains for itself, which no strategy can be compared with; leave it out"
+                "sync: with none each rank trains by itself, so that no strategy can be compared with it; leave it out"
             )
     if any(isinstance(shards, int) and shards < max(ranks) for shards in named.get("shard_ranks", ())):
         raise ValueError(

@@ -10,19 +10,16 @@ callback, and sees the time before and after too.
 import atexit
 import importlib
 import importlib.util
+import inspect
 from typing import Any
 
-from trainstep.measure.run.code import Session
+from trainstep.measure.run.code import Session, watch
 from trainstep.measure.run.recording import Ending, ended_by
 
 _DEFAULTS: dict[str, Any] = {
-    "name": None,
-    "out": None,
-    "page": True,
-    "inspect_every": None,
-    "quiet": False,
-    "tensorboard": None,
-    "trackio": None,
+    name: parameter.default
+    for name, parameter in inspect.signature(watch).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
 
 

@@ -129,14 +129,14 @@ class Session:
                 tracker.close()
         except Exception as error:  # noqa: BLE001  (a full disk, a tracker that is offline)
             self._say(str(error))
-        trouble = self.watch.trouble or self.watch.why_no_step
-        if trouble:
-            self._say(trouble)
+        trouble, no_step = self.watch.trouble, self.watch.why_no_step
+        if trouble or no_step:
+            self._say((trouble or no_step) if no_step else f"watching ended early: {trouble}")
         if not self.watch.recording.written or self._rank:
             return
         failed = show_run(self._path, self._page, None if self._quiet else sys.stderr)
         if failed:
-            self._say(f"{failed}; the records are kept: trainstep report {self._path}")
+            self._say(f"{failed}; the records are kept: trainstep report {shlex.quote(str(self._path))}")
         if not self._quiet:
             print(f"records: {self._path}", file=sys.stderr)
             if self._page is not None and not failed:

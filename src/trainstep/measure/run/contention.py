@@ -10,7 +10,6 @@ are ours, and under torchrun the other ranks. What the system does not tell is l
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from trainstep.measure.machine.environment import machine_ticks, process_ticks
@@ -64,7 +63,7 @@ class Contention:
         """(thread -> ns that it waited for a core so far, ticks of the machine, ticks of our processes)."""
         waited_ns = {}
         for path in (self._proc / "self/task").glob("[0-9]*/schedstat"):
-            words = _read(path.read_text).split()
+            words = _text(path).split()
             if len(words) == 3:
                 waited_ns[path.parent.name] = int(words[1])
         try:
@@ -73,9 +72,9 @@ class Contention:
             return waited_ns, None, {}
 
 
-def _read(read: Callable[[], str]) -> str:
-    """The text; empty for a thread that has ended."""
+def _text(path: Path) -> str:
+    """The file's text; empty for a thread that has ended."""
     try:
-        return read()
+        return path.read_text()
     except OSError:
         return ""

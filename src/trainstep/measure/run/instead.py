@@ -30,13 +30,13 @@ _DTYPES = {"float": torch.float32, "c10::BFloat16": torch.bfloat16, "c10::Half":
 """Name of a dtype in traces -> dtype."""
 
 
-def seconds_instead(found: Patterns) -> dict[str, float]:
+def seconds_instead(patterns: Patterns) -> dict[str, float]:
     """Pattern -> seconds a step of the ops that could replace it, unless one of them is too large or cannot be timed."""
     timed: dict[str, float] = {}
-    for pattern in found.patterns:
+    for pattern in patterns.patterns:
         if pattern.instead and all(_is_small(op) and op.dtype in _DTYPES for op in pattern.instead):
             try:
-                timed[pattern.name] = sum(_seconds(op) for op in pattern.instead) / found.steps
+                timed[pattern.name] = sum(_seconds(op) for op in pattern.instead) / patterns.steps
             except Exception:  # noqa: BLE001  (whatever torch refuses here, the formula holds)
                 continue
     return timed

@@ -19,6 +19,7 @@ from typing import Any
 
 from trainstep.config.parsing import config_hash, to_plain
 from trainstep.config.script import Part, ScriptConfig
+from trainstep.measure.run.script import ending_words
 from trainstep.records.facts import Fact, facts_of
 from trainstep.records.record import Environment, Record, Samples
 from trainstep.records.store import Store
@@ -53,11 +54,7 @@ class Ending:
 
 def ended_by(error: BaseException) -> Ending:
     """The ending of a script that raised an error."""
-    if isinstance(error, KeyboardInterrupt):
-        return Ending(words="interrupted")
-    if isinstance(error, SystemExit):
-        return Ending(words=f"exit code {error.code}" if error.code else "finished")
-    return Ending(words=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": "))
+    return Ending(words=ending_words(error))
 
 
 class Recording:

@@ -159,13 +159,24 @@ def run_script(script: Script) -> Ended:
         exec(script.code, main.__dict__)
     except SystemExit as error:
         return _exited(error)
-    except KeyboardInterrupt as error:
-        _show(error)
-        return Ended(code=INTERRUPTED, words="interrupted", by_interrupt=True)
     except BaseException as error:  # noqa: BLE001  (whatever the script raises ends it)
         _show(error)
-        return Ended(code=1, words=f"{type(error).__name__}: {_first_line(error)}".rstrip(": "))
+        by_interrupt = isinstance(error, KeyboardInterrupt)
+        return Ended(code=INTERRUPTED if by_interrupt else 1, words=ending_words(error), by_interrupt=by_interrupt)
     return Ended(code=0, words="finished")
+
+
+def ending_words(error: BaseException) -> str:
+    """How a script ended that raised this: `interrupted`, `exit code 3`, `exit: no data here`, `RuntimeError: ...`."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, StoppedAfter):
+        return error.words
+    if not isinstance(error, SystemExit):
+        return f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
+    if error.code is None or isinstance(error.code, int):
+        return f"exit code {int(error.code)}" if error.code else "finished"
+    return f"exit: {_first_line(error)}".rstrip(": ")
 
 
 def after_import(name: str, do: Callable[[], None]) -> None:
@@ -235,13 +246,10 @@ class _first_on_path:
 
 def _exited(error: SystemExit) -> Ended:
     """What Python makes of sys.exit: a number is the exit code, nothing is 0, and anything else is printed and 1."""
-    if isinstance(error, StoppedAfter):
-        return Ended(code=0, words=error.words)
     if error.code is None or isinstance(error.code, int):
-        code = int(error.code or 0)
-        return Ended(code=code, words=f"exit code {code}" if code else "finished")
+        return Ended(code=int(error.code or 0), words=ending_words(error))
     print(error.code, file=sys.stderr)
-    return Ended(code=1, words=f"exit: {next(iter(str(error.code).splitlines()), '')}".rstrip(": "))
+    return Ended(code=1, words=ending_words(error))
 
 
 def _first_line(error: BaseException) -> str:

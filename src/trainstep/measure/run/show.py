@@ -27,9 +27,8 @@ def shared_name(*more: str) -> str:
     """
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat")
-    started = (
-        stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
-    )  # in ticks since the machine started
+    # Its start in ticks since the machine's: the number of a process that has ended may be given again
+    started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
     digest = hashlib.sha256("\0".join((str(parent), started, *more)).encode()).hexdigest()
     return f"{datetime.now():%Y%m%d}-{digest[:6]}"
 
@@ -72,8 +71,14 @@ def show_run(path: Path, page: Path | None, stream: IO[str] | None) -> str:
     if page is not None:
         commands.append(python_command("trainstep", "report", *files, "--format", "html", "--out", str(page)))
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes: list[subprocess.Popen[str]] = [subprocess.Popen(command, **pipes) for command in commands]  # type: ignore[call-overload]
+    processes: list[subprocess.Popen[str]] = []
     failed = ""
+    for command in commands:
+        try:
+            processes.append(subprocess.Popen(command, **pipes))  # type: ignore[call-overload]
+        except OSError as error:  # no memory or no process number is left, which must not end a user's training
+            failed = f"the report could not be started: {error.strerror}"
+            break
     for process in processes:
         try:
             text, errors = process.communicate(timeout=_LONGEST_S)

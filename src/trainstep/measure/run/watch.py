@@ -312,7 +312,7 @@ class Watch:
         self._watching_s += time.monotonic() - started_s
 
     def _finish(self, inspection: Inspection) -> None:
-        started_s = time.monotonic()
+        started_s, before_s = time.monotonic(), self._watching_s  # before: what starting the inspection took
         if self._device is not None:
             self._device.drop_step()
         usual_s = statistics.median(self._recent) if self._recent else None
@@ -324,7 +324,7 @@ class Watch:
             self._write(inspected.facts, inspected.tables)
         now_s = time.monotonic()
         self._watching_s += now_s - started_s
-        self._inspect_at_s = now_s + (now_s - started_s + self._watching_s) / _SHARE
+        self._inspect_at_s = now_s + (before_s + now_s - started_s) / _SHARE
 
     # Records
 

@@ -22,10 +22,9 @@ from trainstep.plan.fleet.stragglers import waiting_share
 from trainstep.plan.fleet.topology import Topology, topology_of
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.model_ops import model_of
-from trainstep.plan.peak_memory import exchange_of
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import ENDS, NOTHING, Interval
-from trainstep.plan.time.message_time import Exposed
+from trainstep.plan.time.message_time import Exposed, known_exchange
 from trainstep.plan.time.step_kernels import step_kernels
 from trainstep.plan.time.step_time import KernelsOf, StepTime, step_time
 
@@ -142,10 +141,7 @@ class _Messages:
             return Exposed()
         if config.sync.transport == "copies" and self._topology.nodes > 1:
             raise ValueError("transport: copies work only between ranks of one node; take library")
-        exchange = exchange_of(config)
-        if exchange is None:
-            name, ours = config.sync.name, config.sync.strategy.counterpart
-            raise ValueError(f"sync: when {name} of torch sends is not known; take {ours}, ours of its kind")
+        exchange = known_exchange(config)
         parameters = transformer_parameters(model_of(config.run), config.run.precision, config.run.ops)
         added = {}
         for end in ENDS:
@@ -179,14 +175,14 @@ class _Messages:
         return link
 
     def _with_waiting(
-        self, config: RanksConfig, device: Mapping[str, Interval], found: Mapping[str, Mapping[str, float]]
+        self, config: RanksConfig, device: Mapping[str, Interval], added: Mapping[str, Mapping[str, float]]
     ) -> Exposed:
         """What messages and the wait for the slowest rank add; ranks meet in backward, where gradients are averaged."""
         share = waiting_share(config.ranks, self._topology.spread)
         waiting = {end: _WAITS[end] * share * sum(busy.time_s for busy in device.values()) for end in ENDS}
         meeting = Phase.BACKWARD if Phase.BACKWARD in device else Phase.FORWARD
         phases = {
-            phase: Interval(**{end: found[end][phase] + (waiting[end] if phase == meeting else 0.0) for end in ENDS})
+            phase: Interval(**{end: added[end][phase] + (waiting[end] if phase == meeting else 0.0) for end in ENDS})
             for phase in device
         }
         return Exposed(

@@ -10,7 +10,7 @@ strategies have no time yet, and copies between GPUs and flex have no measured o
 takes too long for thousands of combinations. Precision and the dtypes of messages change the mathematics, so they are chosen
 only among named values.
 
-A step reads `global_batch` sequences on all ranks: ranks x batch_size x accumulation. Whoever names it leaves the division free.
+A step reads `global_batch` sequences on all ranks: ranks x batch_size x accumulation. If it is named, the division is free.
 """
 
 import math

@@ -22,6 +22,7 @@ from trainstep.plan.time.kernels import ATTENTION_KINDS, Kernel, Kind
 from trainstep.plan.time.matmul_work import matmul_work
 from trainstep.plan.time.power import LIMITED
 from trainstep.records.record import Record, record_from_plain
+from trainstep.records.tables import table_lines
 
 WORKLOAD = "calibration"
 _GUESSED = 0.15
@@ -179,7 +180,7 @@ _HOST_COSTS = frozenset({"forward launch", "backward launch", "optimizer tensor"
 
 def calibration_of(record: Record, *, origin: str = "") -> Calibration:
     """The fits and curves of a record of the workload `calibration`. ValueError names what is missing."""
-    tables = {name: _rows(columns) for name, columns in record.tables.items()}
+    tables = {name: table_lines(columns) for name, columns in record.tables.items()}
     units = record.fact("multiprocessors", 0)
     if units < 1:
         raise ValueError(
@@ -262,7 +263,7 @@ def _check_points(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
                 )
             if name == "traffic" and row["kind"] not in {str(kind) for kind in Kind}:
                 raise ValueError(
-                    f"calibration: {row['kind']!r} is no kind of kernel that this trainstep knows; update trainstep"
+                    f"calibration: {row['kind']!r} is not a kind of kernel that this version knows; update trainstep"
                 )
 
 
@@ -362,10 +363,6 @@ def data_sheet(*, peak_tflops: float, memory_bytes_per_s: float) -> Calibration:
         memory_bytes=0,
     )
     return replace(scaled_to(spec), extra_spread=1.5 * _SCALED)
-
-
-def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _grouped(rows: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:

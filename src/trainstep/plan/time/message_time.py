@@ -44,26 +44,26 @@ from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.interval import ENDS, NOTHING, Interval, total_of
 
 _MOST_RANKS = 8
-"""GPUs of one machine: messages between machines are plan/fleet's."""
+"""The most GPUs of one machine; plan/fleet has messages between machines."""
 _FACTORS = {"low_s": 0.88, "time_s": 1.0, "high_s": 1.2}
 """A message's time relative to the calibration's, for each end of the interval."""
 _SLOWED = {"low_s": 0.15, "time_s": 0.45, "high_s": 0.75}
-"""The share of the time in which a hidden message's bytes move by which the kernels beside it take longer; fitted to the phases of
-captured steps (results/h200/captured_ranks.jsonl, results/h100/plan_grids_ranks.jsonl)."""
+"""The kernels beside a hidden message take longer by this share of the time in which its bytes move; fitted to phases of captured
+steps (results/h200/captured_ranks.jsonl, results/h100/plan_grids_ranks.jsonl)."""
 _CROWDED = 1.25
-"""How much longer NCCL's hidden messages take, whose kernels share the device too; of the same fit."""
+"""How much longer NCCL's hidden messages take, because their kernels share the device; from the same fit."""
 _COPIES = {"low_s": 0.75, "time_s": 0.95, "high_s": 1.5}
-"""Of copies, which have no calibration of their own, the time relative to NCCL's (H200s: reduce-scatter 275 GB/s, all-reduce 331, a
-copy 392)."""
+"""The time of copies relative to NCCL's, because copies have no calibration of their own (H200s: reduce-scatter 275 GB/s,
+all-reduce 331, a copy 392)."""
 _COPIED_ALL_REDUCE = 1.42
-"""How many times as long as that an all-reduce by copies takes: its chunks are averaged between two copies, and ranks meet at each.
+"""An all-reduce by copies takes this many times what `_COPIES` says: its chunks are averaged between two copies, where ranks meet.
 Fitted to one step, bucketed xl between four H200s, 67.4 ms, whose 37 ms of messages at NCCL's rate take 50
 (results/h200/copies_four.md)."""
 _COPIES_SLOW = 0.3
-"""Of that share, what copies by copy engines still take."""
+"""The part of `_SLOWED` that holds for copies, which copy engines make."""
 _IN_A_GRAPH = 0.5
-"""Of the shortest message's time, what a message of a graph takes, since no host calls it: 171 messages beside backward, and 124
-broadcasts (captured steps of results/h100/plan_grids_ranks.jsonl and predicted_ranks.jsonl)."""
+"""The fixed time of a message in a graph, as a share of the shortest message's time, because no host calls it: 171 messages beside
+backward, and 124 broadcasts (captured steps of results/h100/plan_grids_ranks.jsonl and predicted_ranks.jsonl)."""
 _UNIT_S = 65e-6
 """What each gathered unit adds beside that to the pass that waits for it: the median of ten passes of captured fsdp, 0 to 164 us
 (results/h200/captured_ranks.jsonl, captured_fsdp.jsonl, captured_fsdp_bf16.jsonl, results/h100/plan_grids_ranks.jsonl,
@@ -87,7 +87,7 @@ class Exposed:
     payload_bytes: int = 0
     guess: str = ""
     waiting_s: float = 0.0
-    """Of what is added, the wait for the slowest rank (plan/fleet)."""
+    """The part of what is added that is the wait for the slowest rank (plan/fleet)."""
 
     def of(self, phase: str) -> Interval:
         return self.phases.get(phase, NOTHING)
@@ -113,6 +113,15 @@ def summing_ranks(config: RanksConfig) -> int:
     return config.ranks if averages else 0
 
 
+def known_exchange(config: RanksConfig) -> Exchange:
+    """The strategy as the formulas of costs/ take it. ValueError for torch's own strategies."""
+    exchange = exchange_of(config)
+    if exchange is None:
+        name, ours = config.sync.name, config.sync.strategy.counterpart
+        raise ValueError(f"sync: when {name} of torch sends is not known; take {ours}, ours of its kind")
+    return exchange
+
+
 def exposed_messages(
     config: RanksConfig, calibration: Calibration, device: Mapping[str, Interval], update: Interval | None = None
 ) -> Exposed:
@@ -123,14 +132,10 @@ def exposed_messages(
     strategy = config.sync.strategy
     if config.ranks == 1 or not strategy.communicates:
         return Exposed()
-    exchange = exchange_of(config)
-    if exchange is None:
-        raise ValueError(
-            f"sync: when {strategy.name} of torch sends is not known; take {strategy.counterpart}, ours of its kind"
-        )
+    exchange = known_exchange(config)
     if config.ranks > _MOST_RANKS:
         raise ValueError(
-            f"ranks: {config.ranks} are of several machines; say how many, and their messages are simulated: "
+            f"ranks: {config.ranks} need several machines; say how many, so that messages between them can be simulated: "
             f"--nodes {-(-config.ranks // _MOST_RANKS)}"
         )
     if config.sync.shard_ranks is not None and config.sync.shard_ranks < config.ranks:
@@ -145,7 +150,7 @@ def exposed_messages(
     link = _Link(calibration, config)
     parameters = transformer_parameters(model_of(config.run), config.run.precision, config.run.ops)
     timeline = _Timeline(exchange, parameters, link, layers=model_of(config.run).layers)
-    found = {}
+    added = {}
     for end, factor in _FACTORS.items():
         slowed = _SLOWED[end]
         timeline.crowded = _CROWDED
@@ -154,8 +159,8 @@ def exposed_messages(
         link.counts = end == "time_s"
         timeline.factor, timeline.slowed = factor, slowed
         busy_s = {phase: getattr(busy, end) for phase, busy in device.items()}
-        found[end] = timeline.added(busy_s, getattr(update or NOTHING, end))
-    phases = {phase: Interval(**{end: found[end][phase] for end in ENDS}) for phase in device}
+        added[end] = timeline.added(busy_s, getattr(update or NOTHING, end))
+    phases = {phase: Interval(**{end: added[end][phase] for end in ENDS}) for phase in device}
     guess = "messages by copies from NCCL's" if config.sync.transport == "copies" else link.guess
     return Exposed(
         phases=phases, sent_s=link.sent_s, messages=link.messages, payload_bytes=link.payload_bytes, guess=guess

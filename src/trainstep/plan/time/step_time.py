@@ -46,7 +46,7 @@ _POWER = 0.15
 results/h200/captured.jsonl: 1,530 of 1,980 MHz)."""
 _CLOCK = 0.05
 """The same at both ends where power.py knows the clock."""
-_LAUNCH = {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}
+GRAPH_LAUNCH = {"low_s": 0.7, "time_s": 1.0, "high_s": 3.0}
 """A graph's launch at the ends of the interval: 0.3 to 0.9 ms of the same graph on two hosts (captured.jsonl, fused.jsonl)."""
 KernelsOf = Callable[..., StepKernels]
 MessagesOf = Callable[[RanksConfig, Calibration, Mapping[str, Interval], Interval | None], Exposed]
@@ -306,7 +306,7 @@ def _added(
     before and this one's kernels, but not before the host has enqueued them."""
     added = {}
     before_s = host_end_s = 0.0
-    device_end_s = launch_s * _LAUNCH[ends["launch"]]
+    device_end_s = launch_s * GRAPH_LAUNCH[ends["launch"]]
     for phase, busy in device.items():
         host_end_s += getattr(host[phase], ends["host"]) if phase in host else 0.0
         busy_s = getattr(busy, ends["device"]) + getattr(messages.of(phase), ends["messages"])

@@ -56,11 +56,11 @@ def traced_time(
     """The time of a traced step on one GPU. ValueError for several, and for a compiled one: what is fused is not in the trace."""
     if has_nodes or (config.ranks > 1 and config.sync.strategy.communicates):
         raise ValueError(
-            "ranks: of your own model the time is planned on one GPU, and memory on several; --ranks 1 has a time"
+            "ranks: the time of your own model is planned for one GPU alone, its memory for several too; take --ranks 1"
         )
     if config.run.compile != "none":
         raise ValueError(
-            "compile: what is fused of your own model is not known; --compile none has a time, or measure it: trainstep bench"
+            "compile: which ops of your own model are fused is not known; take --compile none, or measure it: trainstep bench"
         )
     return step_time(config, calibration, kernels_of=partial(traced_kernels, traced))
 

@@ -127,7 +127,7 @@ def explain_answers(explained: Sequence[Explained]) -> list[Answer]:
 
 def furthest(explained: Sequence[Explained]) -> list[Explained]:
     """The steps, those with the largest share above the floor first."""
-    return sorted(explained, key=lambda one: one.budget.floor_s / one.budget.measured_s)
+    return sorted(explained, key=lambda step: step.budget.floor_s / step.budget.measured_s)
 
 
 def _first_causes(explained: Sequence[Explained]) -> str:
@@ -148,7 +148,7 @@ def _is(title: str) -> str:
 
 
 def verdict_of(budget: Budget) -> str:
-    """`The step takes 39.3 ms, and its work needs at least 3.7 ms. First of the excesses: precision, 22.1 ms, ...`"""
+    """`The step takes 39.3 ms, and its work needs at least 3.7 ms. Longest excess: precision, 22.1 ms, ...`"""
     takes = f"The step takes {ms_words(budget.measured_s)}"
     above_s = budget.measured_s - budget.floor_s
     if not budget.findings:
@@ -160,10 +160,10 @@ def verdict_of(budget: Budget) -> str:
         AS_THEY_RUN in budget.floor
         and sum(finding.excess.time_s for finding in budget.findings) < _MINOR * budget.measured_s
     ):
-        return f"{takes}; {_as_it_runs(budget)} First of the excesses: {excess_words(first, budget.measured_s, 'step')}{seen}"
+        return f"{takes}; {_as_it_runs(budget)} Longest excess: {excess_words(first, budget.measured_s, 'step')}{seen}"
     least = "takes" if AS_THEY_RUN in budget.floor else "needs at least"
     needs = f"{takes}, and its work {least} {ms_words(budget.floor_s)}" if budget.floor_s else takes
-    return f"{needs}. First of the excesses: {excess_words(first, above_s, 'rest')}{seen}"
+    return f"{needs}. Longest excess: {excess_words(first, above_s, 'rest')}{seen}"
 
 
 def _as_it_runs(budget: Budget) -> str:
@@ -206,7 +206,7 @@ def suggestion_of(budget: Budget) -> str:
     change = change_words(best, on_device=budget.on_device)
     change, less = (
         f"{change[:1].upper()}{change[1:]}",
-        f"about {ms_words(best.gain.time_s)} less ({span_words(best.gain)})",
+        f"about {ms_words(best.gain.time_s)} less ({range_words(best.gain)})",
     )
     first = budget.findings[0]
     if best.cause == first.cause:
@@ -219,7 +219,7 @@ def suggestion_of(budget: Budget) -> str:
     )
 
 
-def span_words(interval: Interval) -> str:
+def range_words(interval: Interval) -> str:
     """`10.1 ms to 25.3 ms`."""
     return f"{ms_words(interval.low_s)} to {ms_words(interval.high_s)}"
 
@@ -288,8 +288,8 @@ def _excesses(explained: Sequence[Explained]) -> Iterator[tuple[str, list[float]
         yield title, times, colour
 
 
-def _table(one: Explained) -> Table:
-    budget = one.budget
+def _table(step: Explained) -> Table:
+    budget = step.budget
     notes = list(budget.notes)
     if budget.findings:
         notes.insert(0, f"The findings explain {percent(budget.explained_share)} % of measured - floor.")
@@ -308,10 +308,14 @@ def _table(one: Explained) -> Table:
         Column("evidence", TEXT, "evidence", optional=True, more=True),
         Column("page", TEXT, "page", optional=True, more=True),
     ]
-    lines = list(_lines(one))
-    raw = [{"cell": one.label, **line} for line in lines]
+    lines = list(_lines(step))
+    raw = [{"cell": step.label, **line} for line in lines]
     return Table.of(
-        f"Budget of the step: {one.label}", [Line(one.row, line) for line in _once(lines)], columns, note=note, raw=raw
+        f"Budget of the step: {step.label}",
+        [Line(step.row, line) for line in _once(lines)],
+        columns,
+        note=note,
+        raw=raw,
     )
 
 
@@ -327,9 +331,9 @@ def _once(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _lines(one: Explained) -> Iterator[dict[str, Any]]:
+def _lines(step: Explained) -> Iterator[dict[str, Any]]:
     """The rows of a budget's table. Every row has all keys; their names give the units."""
-    budget = one.budget
+    budget = step.budget
     for part, time_s in budget.floor.items():
         groups = _kernels(budget) if part == AS_THEY_RUN else []
         for group, group_s in groups:
@@ -348,7 +352,7 @@ def _lines(one: Explained) -> Iterator[dict[str, Any]]:
             gain_s=finding.gain.time_s,
             gain_low_s=finding.gain.low_s,
             gain_high_s=finding.gain.high_s,
-            change=(script_change(finding.cause, one.script) if one.script else dict(finding.change)) or None,
+            change=(script_change(finding.cause, step.script) if step.script else dict(finding.change)) or None,
             is_taken=finding.is_taken,
             change_words=change_words(finding, on_device=budget.on_device).replace("`", ""),
             where=str(finding.place) if finding.place else None,

@@ -1,16 +1,17 @@
 """Shows a proof: its answer, the predicted and measured gain of each change, and the winning options as TOML.
 
-proof_answer(label, proof), proof_table(one, proof), proof_toml(label, proof, ...)
+proof_answer(label, proof), proof_table(step, proof), proof_toml(label, proof, ...)
 """
 
 from typing import Any
 
+from trainstep.config.run import TIMING_FIELDS
 from trainstep.explain.causes import CAUSES, page_of
 from trainstep.explain.proof import AGAIN, TOGETHER, Proof, Tried
 from trainstep.plan.time.interval import Interval
 from trainstep.plan.trials import ANOTHER_LOSS
 from trainstep.records.record import Environment
-from trainstep.report.explain.budgets import Explained, span_words
+from trainstep.report.explain.budgets import Explained, range_words
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.charts import Section
 from trainstep.report.kit.forms import MS, RATIO, TEXT, listed, ms_words
@@ -19,10 +20,8 @@ from trainstep.report.kit.tables import Column, Line, Table
 from trainstep.report.kit.visible import one_line
 from trainstep.report.step.preset import GOES_ON, interval_words, step_fields, toml_value
 
-TIMING_FIELDS = frozenset(
-    ("steps", "warmups", "seed", "window_steps", "check_agreement", "workload", "nvtx", "cold_compile")
-)
-"""Options of how a step is timed, not of the step itself. The file leaves them out, and `sync` of a single process too."""
+_NOT_OF_PARALLEL = TIMING_FIELDS - {"sync"} | {"workload", "window_steps", "check_agreement"}
+"""The start's options that are not of the step itself, in a proof of parallel, where `sync` is the strategy."""
 
 
 def proof_answer(label: str, proof: Proof, out_config: str | None = None, command: str | None = None) -> Answer:
@@ -73,7 +72,7 @@ def _verdict(proof: Proof) -> str:
         confirmed += "" if best in proof.again else " Not yet compared a second time."
     return (
         f"with {_fields_words(best)} a step takes {interval_words(best.step)} of the original's time{per}: "
-        f"{ms_words(gain.time_s)} less ({span_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
+        f"{ms_words(gain.time_s)} less ({range_words(gain)}) of {ms_words(proof.measured_s)}{predicted}.{confirmed}"
     )
 
 
@@ -105,7 +104,7 @@ def _fields_words(tried: Tried) -> str:
     return listed([f"{name}={value}" for name, value in tried.candidate.fields.items()])
 
 
-def proof_table(one: Explained, proof: Proof) -> Table:
+def proof_table(step: Explained, proof: Proof) -> Table:
     """A line for each change: its predicted and measured gain, and whether the prediction held.
 
     Then follow all changes together, and the changes that were compared a second time.
@@ -133,16 +132,16 @@ def proof_table(one: Explained, proof: Proof) -> Table:
     if proof.together is not None:
         lines.append(_line(proof, proof.together, "together"))
     lines += [_line(proof, tried, "again") for tried in proof.again]
-    raw = [{"cell": one.label, **line} for line in lines]
-    rows = [Line(one.row, line) for line in lines]
-    return Table.of(f"Gains, predicted and measured: {one.label}", rows, columns, note=_note(proof), raw=raw)
+    raw = [{"cell": step.label, **line} for line in lines]
+    rows = [Line(step.row, line) for line in lines]
+    return Table.of(f"Gains, predicted and measured: {step.label}", rows, columns, note=_note(proof), raw=raw)
 
 
 def _note(proof: Proof) -> str:
     spread = "" if proof.spread is None else f" Losses of two runs of the original differ by {proof.spread:.2g}."
     if proof.unchecked:
         spread = f" Whether a change keeps the losses cannot be checked: {proof.unchecked}."
-    left_out = "".join(f" Not among all together: {name}, because {why}." for name, why in proof.left_out)
+    left_out = "".join(f" Left out of all together: {name}, because {why}." for name, why in proof.left_out)
     return (
         f"Gains are of the explained step's {ms_words(proof.measured_s)}; each change was interleaved with the original in fresh "
         f"processes.{spread}{left_out}"
@@ -185,19 +184,19 @@ def _ends(name: str, interval: Interval | None, *, has_interval: bool = True) ->
     }
 
 
-def proof_section(one: Explained, proof: Proof, answer: Answer) -> Section:
+def proof_section(step: Explained, proof: Proof, answer: Answer) -> Section:
     """The proof on the page."""
     winning = [] if proof.best is None else ["The winning options: " + "; ".join(option_lines(proof)) + "."]
     return Section(
-        title=f"What the changes gained: {one.label}",
+        title=f"What the changes gained: {step.label}",
         paragraphs=(answer.text, *winning),
-        tables=(proof_table(one, proof),),
+        tables=(proof_table(step, proof),),
     )
 
 
 def option_lines(proof: Proof) -> list[str]:
     """The chosen options as lines of TOML."""
-    without = set(TIMING_FIELDS) | (set() if proof.start.get("workload") == "parallel" else {"sync"})
+    without = _NOT_OF_PARALLEL if proof.start.get("workload") == "parallel" else TIMING_FIELDS
     return [f"{name} = {toml_value(value)}" for name, value in proof.chosen.items() if name not in without]
 
 
@@ -222,6 +221,6 @@ def _comment(proof: Proof, tried: Tried) -> str:
     if gain is None:
         return f"{candidate.name}: {tried.step.word}: {tried.step.reason}"
     predicted = (
-        f", predicted {ms_words(candidate.gain.time_s)} ({span_words(candidate.gain)})" if candidate.gain else ""
+        f", predicted {ms_words(candidate.gain.time_s)} ({range_words(candidate.gain)})" if candidate.gain else ""
     )
-    return f"{candidate.name}: {tried.step.word}: gain {ms_words(gain.time_s)} ({span_words(gain)}){predicted}"
+    return f"{candidate.name}: {tried.step.word}: gain {ms_words(gain.time_s)} ({range_words(gain)}){predicted}"

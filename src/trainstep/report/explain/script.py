@@ -8,9 +8,9 @@ from trainstep.report.kit.forms import MS, TEXT, listed
 from trainstep.report.kit.tables import Column, Line, Table
 
 
-def script_answer(one: Explained, to_write: list[ToWrite], patch: str, reason: str) -> Answer:
+def script_answer(step: Explained, to_write: list[ToWrite], patch: str, reason: str) -> Answer:
     """Why nothing was measured, and what to write."""
-    why = f"{one.label}: nothing was measured: {reason}"
+    why = f"{step.label}: nothing was measured: {reason}"
     if not to_write:
         return Answer(workload="explain", verdict=f"{why}; no excess was found, so that there is nothing to change.")
     causes = listed([CAUSES[item.cause].title for item in to_write])
@@ -22,7 +22,7 @@ def script_answer(one: Explained, to_write: list[ToWrite], patch: str, reason: s
     )
 
 
-def script_table(one: Explained, to_write: list[ToWrite], note: str = "") -> Table:
+def script_table(step: Explained, to_write: list[ToWrite], note: str = "") -> Table:
     """A line for each finding: the predicted gain, where it was seen, and the lines of its page. `note`: stands with the table."""
     columns = [
         Column("cause", TEXT, "title", names=True),
@@ -48,12 +48,12 @@ def script_table(one: Explained, to_write: list[ToWrite], note: str = "") -> Tab
         }
         for item in to_write
     ]
-    raw = [{"cell": one.label, **line} for line in lines]
-    rows = [Line(one.row, line) for line in lines]
-    return Table.of(f"What to write: {one.label}", rows, columns, note=note, raw=raw)
+    raw = [{"cell": step.label, **line} for line in lines]
+    rows = [Line(step.row, line) for line in lines]
+    return Table.of(f"What to write: {step.label}", rows, columns, note=note, raw=raw)
 
 
-def patch_table(one: Explained, patch: Patch) -> Table:
+def patch_table(step: Explained, patch: Patch) -> Table:
     """The patch as a row for JSON only; the table shows nothing."""
-    raw = [{"cell": one.label, "kind": "patch", "patch": patch.text, "note": patch.words or None}]
-    return Table.of(f"Patch: {one.label}", [], [Column("patch", TEXT)], raw=raw)
+    raw = [{"cell": step.label, "kind": "patch", "patch": patch.text, "note": patch.words or None}]
+    return Table.of(f"Patch: {step.label}", [], [Column("patch", TEXT)], raw=raw)

@@ -20,6 +20,7 @@ from trainstep.records.facts import FACTS, IN_EVERY_ROW
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import Store
 from trainstep.records.summary import summarize
+from trainstep.records.tables import table_lines
 from trainstep.report.kit.visible import one_line
 from trainstep.traces.verdict import LAUNCH_BOUND, NEAR_THE_LINE, step_limit
 
@@ -131,11 +132,6 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
-
-
-def table_lines(table: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
-    """A record's table of columns as a list of lines; an empty list if there is no table."""
-    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)] if table else []
 
 
 def words(value: Any) -> str:

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from trainstep.config.run import Phase
 from trainstep.records.record import Record
+from trainstep.records.tables import table_lines
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import byte_words, percent
-from trainstep.report.kit.rows import Row, needless, table_lines
+from trainstep.report.kit.rows import Row, needless
 from trainstep.report.memory.tables import fit_sentences, ledger_of
 from trainstep.traces.ledger import HELD
 

@@ -8,7 +8,7 @@ from typing import Any
 from trainstep.config.memory import LARGEST_TRIED
 from trainstep.records.ranks import facts_of_rank, fullest_rank, rank_name, table_of_rank
 from trainstep.records.record import Record
-from trainstep.records.tables import RANK_FACTS
+from trainstep.records.tables import RANK_FACTS, table_lines
 from trainstep.report.kit.forms import (
     COUNT,
     NAME,
@@ -21,7 +21,7 @@ from trainstep.report.kit.forms import (
     failure_sentence,
     percent,
 )
-from trainstep.report.kit.rows import Row, grouped, quantities, shown_facts, table_lines
+from trainstep.report.kit.rows import Row, grouped, quantities, shown_facts
 from trainstep.report.kit.tables import Column, Entry, Line, Table, doubts_column, filled, point_columns
 from trainstep.traces.ledger import HELD, MOMENTS, SAVED_FOR_BACKWARD
 

@@ -11,9 +11,10 @@ from trainstep.config.parallel import STRATEGY_FIELDS, USED_BY, needless
 from trainstep.costs.strategies import YARDSTICK
 from trainstep.records.derive import tokens_per_s
 from trainstep.records.record import Record
+from trainstep.records.tables import table_lines
 from trainstep.report.kit.forms import ABSENT, COUNT, MS, MS_STD, PERCENT, RATIO, SIZE, TEXT, WHOLE, beside, ratio_words
 from trainstep.report.kit.ranking import Ratio, mean_column, median_and_range, median_of, ratio_of
-from trainstep.report.kit.rows import Row, doubts, flat_config, quantities, shown_facts, table_lines, words
+from trainstep.report.kit.rows import Row, doubts, flat_config, quantities, shown_facts, words
 from trainstep.report.kit.tables import Column, Entry, Line, Table, doubts_column, point_columns, rank_columns, row_of
 from trainstep.report.step.recomputation import curve_tables
 
@@ -124,12 +125,8 @@ class StrategyRow:
 
 def time_tables(strategies: Sequence[StrategyRow]) -> list[Table]:
     """The tables of step times and of communication."""
-    return [
-        steps_table(strategies),
-        *communication_table(strategies),
-        *ranks_table(strategies),
-        *traffic_table(strategies),
-    ]
+    of_messages = (communication_table, ranks_table, traffic_table)
+    return [steps_table(strategies), *(table for tables in of_messages for table in tables(strategies))]
 
 
 def steps_table(strategies: Sequence[StrategyRow]) -> Table:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainstep.config.machine import machine_spec
+from trainstep.records.tables import table_lines
 from trainstep.report.kit.answer import Answer, compile_option
 from trainstep.report.kit.forms import listed, ms_words, percent, ratio_words, times_words
 from trainstep.report.kit.notes import disturbed_words, profiler_notes
-from trainstep.report.kit.rows import Row, doubts, grouped, needless, table_lines, words
+from trainstep.report.kit.rows import Row, doubts, grouped, needless, words
 from trainstep.traces import host_track, verdict
 from trainstep.traces.kernel_classes import ELEMENT_WISE, IDLE, MATMUL, NORMALISATION, REDUCTION
 from trainstep.traces.verdict import BUSY_SHARE, ENQUEUE_SHARE, NEAR_THE_LINE, host_launches

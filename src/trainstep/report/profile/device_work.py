@@ -13,7 +13,8 @@ from trainstep.config.machine import machine_spec, matmul_dtype
 from trainstep.costs.attention import AttentionSizes, attention_backward_flops, attention_bytes, attention_flops
 from trainstep.costs.transformer import adamw_bytes, adamw_flops, forward_bytes, forward_flops
 from trainstep.records.record import Record
-from trainstep.report.kit.rows import Row, of_workload, table_lines
+from trainstep.records.tables import table_lines
+from trainstep.report.kit.rows import Row, of_workload
 from trainstep.traces.kernel_classes import ATTENTION, IDLE, MATMUL, OPTIMIZER, OVERHEAD, SOFTMAX
 
 _SHAPE = ("layers", "d_model", "d_ff", "vocab_size")

@@ -14,6 +14,7 @@ import trainstep
 from trainstep.config.machine import MachineSpec, machine_spec, matmul_dtype
 from trainstep.records.facts import facts_of, is_number
 from trainstep.records.record import Environment, Record, Samples
+from trainstep.records.tables import table_lines
 from trainstep.report.kit.forms import (
     BYTE_RATE,
     FLOP_RATE,
@@ -26,7 +27,7 @@ from trainstep.report.kit.forms import (
     shortened,
     three_digits,
 )
-from trainstep.report.kit.rows import Row, quantities, shown_facts, table_lines, words
+from trainstep.report.kit.rows import Row, quantities, shown_facts, words
 from trainstep.report.kit.tables import Column, Line, Table, doubts_column, filled, point_columns
 from trainstep.report.profile.answer import Columns, verdict_reason, verdict_word
 from trainstep.traces.kernel_classes import CLASSES, IDLE

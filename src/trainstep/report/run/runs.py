@@ -14,7 +14,8 @@ from typing import Any
 
 from trainstep.config.script import Part
 from trainstep.records.record import Record
-from trainstep.report.kit.rows import Row, grouped, table_lines
+from trainstep.records.tables import table_lines
+from trainstep.report.kit.rows import Row, grouped
 
 Lines = list[dict[str, Any]]
 _INSTALLED = "site-packages"

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from trainstep.records.record import Record
+from trainstep.records.tables import table_lines
 from trainstep.report.kit.charts import Section
 from trainstep.report.kit.forms import COUNT, MS, ROUGH_SIZE, TEXT, byte_words, ms_words
-from trainstep.report.kit.rows import Row, table_lines
+from trainstep.report.kit.rows import Row
 from trainstep.report.kit.tables import Column, Line, Table, filled, point_columns
 
 _NOTE = (
