@@ -10,9 +10,11 @@ costs some microseconds, and none stands inside the model: a hook in every modul
 torch.compile would have to trace it.
 
 Only the thread that trains is followed: the one that installed the hooks, or the one that first updates parameters. Processes
-that the script forks (workers of a data loader) follow nothing.
+that the script forks (workers of a data loader) follow nothing. Copies and pickles of a module (`torch.save(model)`) hold nothing
+of ours, and where torch.compile traces a hook it sees that the hook does nothing.
 """
 
+import contextlib
 import functools
 import os
 import threading
@@ -69,6 +71,7 @@ class Hooks:
         self._replace(_BaseDataLoaderIter, "__next__", self._followed_loader)
         self._replace(DataLoader, "__iter__", self._followed_loader)
         self._replace(torch.amp.GradScaler, "step", self._followed_scaler)
+        self._replace(torch.jit, "script", self._without_hooks)
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: _call(forget))
 
@@ -82,9 +85,9 @@ class Hooks:
                 module._compiled_call_impl = self._followed_call(module, compiled)
                 self._undo_modules.append(functools.partial(setattr, module, "_compiled_call_impl", compiled))
                 continue
-            before = module.register_forward_pre_hook(self._before_forward)
+            before = module.register_forward_pre_hook(_ModuleHook(self._before_forward))
             # Always called, because a step that fails may be caught by the script, which then goes on
-            after = module.register_forward_hook(self._after_forward, always_call=True)
+            after = module.register_forward_hook(_ModuleHook(self._after_forward), always_call=True)
             self._undo_modules += [before.remove, after.remove]
 
     def unfollow(self) -> None:
@@ -106,7 +109,8 @@ class Hooks:
 
     def _followed(self) -> bool:
         """Whether this moment belongs to the thread that trains, and is not one in which torch.compile traces our hooks."""
-        return threading.get_ident() == self._thread and not torch.compiler.is_compiling()
+        # is_compiling first: its value is known while torch.compile traces, but a thread's number would break the graph
+        return not torch.compiler.is_compiling() and threading.get_ident() == self._thread
 
     def _before_update(self, optimizer: Any, arguments: Any, options: Any) -> None:
         if self.updates == 0 and self._thread != _NOBODY and not torch.compiler.is_compiling():
@@ -183,6 +187,20 @@ class Hooks:
 
         return followed_method
 
+    def _without_hooks(self, script: Callable[..., Any]) -> Callable[..., Any]:
+        """TorchScript would compile the hooks of a module, and cannot."""
+
+        @functools.wraps(script)
+        def script_without_hooks(*arguments: Any, **options: Any) -> Any:
+            followed = self.followed
+            self.unfollow()
+            try:
+                return script(*arguments, **options)
+            finally:
+                self.follow(followed)
+
+        return script_without_hooks
+
     def _followed_call(self, module: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def followed_call(*arguments: Any, **options: Any) -> Any:
@@ -190,11 +208,11 @@ class Hooks:
             try:
                 return call(*arguments, **options)
             finally:
-                self._after_forward()
+                self._after_forward(module)
 
         return followed_call
 
-    def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
+    def _before_forward(self, module: torch.nn.Module) -> None:
         if not self._followed():
             return
         part = self._clock.now
@@ -205,7 +223,7 @@ class Hooks:
         self._forward_parts.append(part)
         self._clock.enter(part)
 
-    def _after_forward(self, *_: Any) -> None:
+    def _after_forward(self, module: torch.nn.Module) -> None:
         if self._forward_parts and self._followed():
             part = self._forward_parts.pop()
             self._clock.leave(part)
@@ -222,6 +240,22 @@ class Hooks:
 
         setattr(owner, name, followed)
         self._undo.append(put_back)
+
+
+class _ModuleHook:
+    """A hook in a module of the script. A copy or a pickle of the module has one that does nothing, and needs no trainstep."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        self._call(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (
+            contextlib.nullcontext(),
+            "__exit__",
+        )  # Python's own method that takes anything and returns None
 
 
 def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

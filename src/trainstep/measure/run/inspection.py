@@ -7,6 +7,10 @@
 
 The step runs as ever, but slower, so its times do not count among those of the others. Its trace is read by traces/, as that of
 `trainstep profile` is.
+
+[Note: no two in a row] An inspection ends in a hook of the optimizer, where torch's own range around the update is still open. When
+that range ends, torch writes its end into the memory of the profiler that saw it begin, which is freed by then, if any profiler is
+active at that moment. So none may begin in the hook where another ended: the process would crash sooner or later.
 """
 
 from collections.abc import Callable, Mapping, Sequence

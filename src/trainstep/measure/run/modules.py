@@ -43,6 +43,7 @@ def _ranked(modules: Sequence[torch.nn.Module], trained: set[int]) -> list[torch
         parameters = [p for p in module.parameters() if not is_lazy(p)]  # a lazy one has no size yet
         return sum(p.numel() for p in parameters if id(p) in trained), sum(p.numel() for p in parameters)
 
-    sized = [(counts(module), module) for module in {id(module): module for module in modules}.values()]
+    hooked = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]  # which take no hooks
+    sized = [(counts(module), module) for module in {id(module): module for module in hooked}.values()]
     sized = [pair for pair in sized if pair[0][1]]
     return [module for _, module in sorted(sized, key=lambda pair: pair[0], reverse=True)[:_MOST]]
