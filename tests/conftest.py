@@ -47,6 +47,20 @@ def _do_nothing(_number: int, _frame: object) -> None:
     pass
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _code_is_read_once() -> Iterator[None]:
+    """Find the commit and the hash of the sources once: each verb that a test runs in this process asks for them (0.02 s).
+
+    The code does not change meanwhile. Cells are other processes and read it themselves; tests of both functions call these.
+    """
+    from trainstep.measure.machine import environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("git_state", "source_hash"):
+            patch.setattr(environment, name, functools.cache(getattr(environment, name)))
+        yield
+
+
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A worker a core, and for the fast tests one more, because those often wait for the processes that they start.
