@@ -13,9 +13,11 @@ OWN = ("torch.ops.trainstep",)
 
 def used_names(source: str) -> set[str]:
     """Full names such as 'torch.optim.optimizer.Optimizer', whatever name their module was imported as."""
+    if not any(root in source for root in ROOTS):
+        return set()
     tree = ast.parse(source)
-    meaning = dict(_imports(tree))
-    names = set(meaning.values()) | {name for _, name in _imports(tree)}
+    imported = [*_imports(tree)]
+    meaning, names = dict(imported), {name for _, name in imported}
     for node in ast.walk(tree):
         name = _dotted(node, meaning)
         if name is not None and not name.startswith(OWN):

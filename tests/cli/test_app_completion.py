@@ -1,7 +1,11 @@
 """`trainstep --install-completion` writes a script under the home folder, and bash completes with it."""
 
+import contextlib
+import functools
+import io
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,43 +17,59 @@ SCRIPTS = {
     "zsh": ".zsh/completions/_cyclopts_trainstep",
     "fish": ".config/fish/completions/trainstep.fish",
 }
+START_UP_FILES = {"bash": ".bashrc", "zsh": ".zshrc"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """The home folder in which a shell's completion was installed twice, and what that printed.
+
+    Once for each shell: a script takes half a second to make.
+    """
+
+    @functools.cache
+    def install(shell: str) -> tuple[Path, str]:
+        home = tmp_path_factory.mktemp(shell)
+        if shell in START_UP_FILES:
+            (home / START_UP_FILES[shell]).write_text("alias ll='ls -l'\n")
+        with pytest.MonkeyPatch.context() as patch:
+            leave_home(patch, home)
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                codes = [app.run(["--install-completion", "--shell", shell]) for _ in range(2)]
+        assert codes == [0, 0]
+        return home, out.getvalue()
+
+    return install
+
+
+def leave_home(patch: pytest.MonkeyPatch, home: Path) -> None:
+    """Let shells find another home folder."""
+    patch.setenv("HOME", str(home))
+    for name in ("ZSH", "ZSH_CUSTOM", "ZDOTDIR"):
+        patch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home folder with nothing in it."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("ZSH", "ZSH_CUSTOM", "ZDOTDIR"):
-        monkeypatch.delenv(name, raising=False)
+    leave_home(monkeypatch, tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("shell", SCRIPTS)
-def test_each_shell_gets_its_script(home: Path, capsys: pytest.CaptureFixture[str], shell: str):
-    assert app.run(["--install-completion", "--shell", shell]) == 0
-    assert f"completion for {shell}: {home / SCRIPTS[shell]}\n" in capsys.readouterr().out
+def test_each_shell_gets_its_script(installed: Callable[[str], tuple[Path, str]], shell: str):
+    home, printed = installed(shell)
+    assert printed.count(f"completion for {shell}: {home / SCRIPTS[shell]}\n") == 2
     script = (home / SCRIPTS[shell]).read_text()
     assert [word for word in ("bench", "sweep", "budget-minutes", "install-completion") if word not in script] == []
 
 
-@pytest.mark.parametrize(("shell", "start_up"), [("bash", ".bashrc"), ("zsh", ".zshrc")])
-def test_the_start_up_file_loads_the_script_once(home: Path, shell: str, start_up: str):
-    (home / start_up).write_text("alias ll='ls -l'\n")
-    for _ in range(2):
-        assert app.run(["--install-completion", "--shell", shell]) == 0
-    text = (home / start_up).read_text()
+@pytest.mark.parametrize("shell", START_UP_FILES)
+def test_the_start_up_file_loads_the_script_once(installed: Callable[[str], tuple[Path, str]], shell: str):
+    home, _ = installed(shell)
+    text = (home / START_UP_FILES[shell]).read_text()
     assert "alias ll='ls -l'\n" in text
     assert text.count(str((home / SCRIPTS[shell]).parent)) == (2 if shell == "bash" else 1), "in one line"
-
-
-@pytest.fixture(scope="module")
-def bash_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for bash, written once: it takes a second to make."""
-    folder = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))
-        assert app.run(["--install-completion", "--shell", "bash"]) == 0
-    return folder / SCRIPTS["bash"]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
@@ -57,9 +77,12 @@ def bash_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "completed"),
     [("be", {"bench"}), ("bench --bud", {"--budget-minutes"}), ("co", {"compare", "collectives"})],
 )
-def test_bash_completes_verbs_and_options(bash_script: Path, words: str, completed: set[str]):
+def test_bash_completes_verbs_and_options(
+    installed: Callable[[str], tuple[Path, str]], words: str, completed: set[str]
+):
+    home, _ = installed("bash")
     line = f"COMP_WORDS=(trainstep {words}); COMP_CWORD={len(words.split())}; _trainstep; echo ${{COMPREPLY[@]}}"
-    command = ["bash", "--norc", "-c", f'. "{bash_script}"; {line}']
+    command = ["bash", "--norc", "-c", f'. "{home / SCRIPTS["bash"]}"; {line}']
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == completed
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from interpreter import in_the_interpreter
 from kernel_checks import check_compiled, oldest_triton
 from kernel_compiler import SHARED_MEMORY_BYTES
 from op_check import INTERPRETED
@@ -33,11 +32,7 @@ def both(
     return into.cpu(), exact
 
 
-def test_the_kernel_in_the_interpreter():
-    assert in_the_interpreter("tests/parallel/copies/test_kernel.py", "-k", "interpreted") == 4
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, from the test above")
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_interpreter.py runs it in the interpreter")
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_interpreted(dtype: torch.dtype, in_place: bool):
