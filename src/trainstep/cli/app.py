@@ -126,9 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    output = sys.stdout
     try:
         code = _run_task(words)
-        sys.stdout.flush()
+        if sys.stdout is output:  # else a script has its own streams back, which are flushed as Python does it
+            output.flush()
         return code
     except ValueError as error:
         return _refuse(str(error))

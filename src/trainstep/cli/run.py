@@ -19,7 +19,16 @@ from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.changed.turns import Turn
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
-from trainstep.measure.run.script import Ended, LastOfAll, Script, after_import, find_script, run_script
+from trainstep.measure.run.script import (
+    Ended,
+    LastOfAll,
+    Script,
+    after_import,
+    end_forked,
+    find_script,
+    join_threads,
+    run_script,
+)
 from trainstep.measure.run.show import files_of, rank_path, shared_name, show_run, wait_for_ranks
 from trainstep.measure.run.trackers import TensorBoard, Trackio
 from trainstep.parallel.launch import find_launch, is_launched
@@ -132,14 +141,21 @@ def run(
 
 
 def _run_watched(script: Script, session: "_Session", page: Path | None) -> int:
-    """Run the script to its end, and show what was seen. Returns the exit code."""
-    last = LastOfAll()
+    """Run the script to its end, and show what was seen. Returns the exit code, which is the script's, whatever else fails."""
+    last, process = LastOfAll(), os.getpid()
     ended = run_script(script)
+    if os.getpid() != process:
+        end_forked(ended.code)
     last.interrupted = ended.by_interrupt
     try:
+        join_threads()
         session.end(ended, page)
     except KeyboardInterrupt:
         session.say(f"interrupted; the records are kept in {session.records}")
+    except Exception as error:  # noqa: BLE001  (a stream, a disk: the script itself has ended well)
+        session.say(
+            f"the end of the run cannot be shown ({type(error).__name__}: {error}); trainstep report {session.records}"
+        )
     return ended.code
 
 

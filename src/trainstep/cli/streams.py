@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _NO_OUTPUT = "standard output is closed, so nothing can be shown: send it to a file, or to /dev/null"
+_ERROR = "standard error"
 _LONG_BYTES = 2 * 2**20
 """Reading a file of this size takes seconds."""
 
@@ -77,7 +78,7 @@ def open_streams() -> None:
         errors = sys.stdout.errors
         sys.stdout.reconfigure(errors="replace")
     sys.stdout = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(sys.stdout, "standard output", errors))))
-    sys.stderr = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(sys.stderr, "standard error"))))
+    sys.stderr = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(sys.stderr, _ERROR))))
     if "stdout" in closed:
         raise ValueError(_NO_OUTPUT)
 
@@ -85,9 +86,12 @@ def open_streams() -> None:
 def give_back_streams() -> TextIO:
     """Undo `open_streams`: standard output and error as Python opened them, for a script. Returns a stream for our own words.
 
-    Our words go to standard error, whatever the script does with `sys.stderr`.
+    Our words go to standard error, also if the script replaces or closes `sys.stderr`: they have a file descriptor of their own.
     """
     ours = sys.stderr
+    with contextlib.suppress(OSError):  # a stream without a file behind it
+        own = os.fdopen(os.dup(sys.stderr.fileno()), "w", 1, sys.stderr.encoding, "backslashreplace")
+        ours = cast(TextIO, VisibleStream(cast(TextIO, NamedStream(own, _ERROR))))
     for name in ("stdout", "stderr"):
         named = getattr(getattr(sys, name), "stream", None)
         if isinstance(named, NamedStream):
@@ -106,7 +110,7 @@ def outliving_reader(stream: TextIO) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not isinstance(error, BrokenPipeError) and stream is not sys.stderr:
+        if not isinstance(error, BrokenPipeError) and stream is not sys.stderr and error.filename != _ERROR:
             raise
         silence(stream)
 

@@ -144,3 +144,41 @@ def test_what_is_no_script_is_refused_in_a_sentence(
         find_script(words)
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_script_behind_a_link_finds_what_lies_beside_it(tmp_path: Path):
+    write(tmp_path, "import helper\nprint(helper.x, __file__)\n", "real/train.py")
+    write(tmp_path, "x = 5\n", "real/helper.py")
+    (tmp_path / "link.py").symlink_to(tmp_path / "real" / "train.py")
+    code, out, _ = alike(tmp_path, "link.py")
+    assert (code, out) == (0, f"5 {tmp_path / 'link.py'}\n")
+
+
+def test_the_main_module_has_what_python_gives_it(tmp_path: Path):
+    write(tmp_path, "__builtins__.profile = len\nprint(profile([1, 2]), __cached__, __annotations__)\n")
+    assert alike(tmp_path, "train.py")[:2] == (0, "2 None {}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("print('hi'\n", ["train.py"]),
+        ("print('hi'\n", ["-m", "train"]),
+    ],
+)
+def test_a_syntax_error_is_shown_as_python_shows_it(text: str, words: list[str], tmp_path: Path):
+    write(tmp_path, text)
+    code, out, errors = run(tmp_path, *words)
+    python = run(tmp_path, *words, direct=True)
+    assert (code, out) == python[:2] == (1, "")
+    assert "measure/run/script.py" not in errors
+    assert errors.splitlines()[-4:] == python[2].splitlines()[-4:]
+
+
+def test_an_error_of_a_package_is_shown_without_our_frames(tmp_path: Path):
+    write(tmp_path, "raise RuntimeError('no data')\n", "package/__init__.py")
+    write(tmp_path, "", "package/train.py")
+    code, _, errors = run(tmp_path, "-m", "package.train")
+    assert code == 1
+    assert errors.splitlines()[-1] == "RuntimeError: no data"
+    assert "measure/run/script.py" not in errors

@@ -8,6 +8,7 @@ This file imports no torch: the script may set variables that torch reads when i
 """
 
 import atexit
+import builtins
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -16,13 +17,14 @@ import io
 import os
 import signal
 import sys
+import threading
 import tokenize
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 INTERRUPTED = 130
 
@@ -91,14 +93,19 @@ def find_script(words: Sequence[str]) -> Script:
     if b"\0" in source:
         raise ValueError(f"script: {name} is not a Python script; name a .py file")
     file = os.path.abspath(name)
-    code = compile(source, file, "exec", dont_inherit=True)
+    try:
+        code = compile(source, file, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        _end_with(error)
     return Script(
         name=name,
         arguments=arguments,
         file=file,
         code=code,
         spec=None,
-        search=os.path.dirname(file),
+        search=os.path.dirname(
+            os.path.realpath(name)
+        ),  # links resolved, as Python does for its path, and not for __file__
         source=_digest(source),
     )
 
@@ -117,6 +124,8 @@ def _find_module(name: str, arguments: tuple[str, ...]) -> Script:
             )
         except (ImportError, ValueError) as error:
             raise ValueError(f"script: the module {name} cannot be imported: {error}") from None
+        except Exception as error:  # noqa: BLE001  (code of the user's packages, which is wrong or fails)
+            _end_with(error)
     if spec is None or code is None:
         raise ValueError(f"script: there is no module {name} with code here; python -m {name} says why")
     digest = ""
@@ -133,6 +142,12 @@ def _find_module(name: str, arguments: tuple[str, ...]) -> Script:
     )
 
 
+def _end_with(error: Exception) -> NoReturn:
+    """Show an error of the user's source as Python does, and end with its exit code."""
+    _show(error)
+    raise SystemExit(1)
+
+
 def _digest(source: bytes) -> str:
     return hashlib.sha256(source).hexdigest()[:12]
 
@@ -145,10 +160,10 @@ def run_script(script: Script) -> Ended:
         __spec__=script.spec,
         __package__=script.spec.parent if script.spec else None,
         __loader__=script.spec.loader if script.spec else importlib.machinery.SourceFileLoader("__main__", script.file),
-        __builtins__=__builtins__,
+        __builtins__=builtins,
+        __annotations__={},
+        __cached__=script.spec.cached if script.spec else None,
     )
-    if script.spec is not None:
-        main.__cached__ = script.spec.cached  # type: ignore[attr-defined]
     own = sys.argv[0]
     if sys.path and not sys.flags.safe_path and sys.path[0] == os.path.dirname(os.path.abspath(own)):
         del sys.path[0]  # the folder of the command `trainstep`
@@ -164,6 +179,37 @@ def run_script(script: Script) -> Ended:
         by_interrupt = isinstance(error, KeyboardInterrupt)
         return Ended(code=INTERRUPTED if by_interrupt else 1, words=ending_words(error), by_interrupt=by_interrupt)
     return Ended(code=0, words="finished")
+
+
+def join_threads() -> None:
+    """Wait until the script's threads have ended, as Python does at its end: a thread may train on when the main code is over.
+
+    Daemons are left, and workers of an executor, which Python tells to end only later.
+    """
+    futures = sys.modules.get("concurrent.futures.thread")
+    of_executors = set(futures._threads_queues) if futures else set()
+    own = threading.current_thread()
+    while waited := [
+        thread
+        for thread in threading.enumerate()
+        if thread is not own and not thread.daemon and thread not in of_executors
+    ]:
+        for thread in waited:
+            thread.join()
+
+
+def end_forked(code: int) -> NoReturn:
+    """End a process that the script forked and that came to the script's end.
+
+    Its atexit functions run. Its C++ objects are left as they are: torch's profiler, if it was used before the fork, would end the
+    process by SIGABRT, since its thread is not in this process.
+    """
+    join_threads()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def ending_words(error: BaseException) -> str:

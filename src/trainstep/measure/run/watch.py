@@ -156,19 +156,18 @@ class Watch:
         """Why no step was found, in a sentence with the way out; empty if there were steps."""
         if self.steps:
             return ""
+        by_hand = "mark the steps yourself: with trainstep.watch() as watched, and watched.step() after each"
         if self._hooks.backwards:
             return (
                 f"backward ran {self._hooks.backwards} times, but no optimizer of torch.optim made a step: the update is written "
-                "by hand, or compiled; mark the steps yourself: with trainstep.watch() as watched, and watched.step() after each"
+                f"by hand, or compiled; {by_hand}"
             )
         if "multiprocessing.popen_spawn_posix" in sys.modules or "multiprocessing.popen_fork" in sys.modules:
             return (
                 "no optimizer made a step in this process, which started others: only the first process is watched; start each "
                 "rank by torchrun: torchrun --nproc-per-node 2 -m trainstep run SCRIPT"
             )
-        return (
-            "the script imported torch, but no optimizer made a step and no backward ran, so there is no step to time"
-        )
+        return f"no optimizer made a step and no backward ran; if it trains (torch.func, one compiled step), {by_hand}"
 
     # What hooks call
 
