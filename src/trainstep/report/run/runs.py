@@ -17,6 +17,7 @@ from trainstep.config.script import Part
 from trainstep.records.record import Record
 from trainstep.records.tables import table_lines
 from trainstep.report.kit.rows import Row, grouped
+from trainstep.report.kit.script_cells import rank_words, script_words
 
 Lines = list[dict[str, Any]]
 _INSTALLED = "site-packages"
@@ -147,16 +148,6 @@ def runs_of(rows: Iterable[Row]) -> list[Run]:
     runs = [Run(tuple(sorted(same, key=lambda row: int(row.record.config["first_step"])))) for _, same in ordered]
     alike = Counter(run.name for run in runs)
     return [replace(run, is_named=alike[run.name] > 1) for run in runs]
-
-
-def script_words(config: Mapping[str, Any]) -> str:
-    """`train.py --lr 1`"""
-    return f"{config['script']} {config['arguments']}" if config.get("arguments") else str(config["script"])
-
-
-def rank_words(config: Mapping[str, Any]) -> str:
-    """` (rank 1 of 2)`; empty for one rank."""
-    return f" (rank {config['rank']} of {config['ranks']})" if config["ranks"] > 1 else ""
 
 
 def main_runs(runs: Sequence[Run]) -> list[Run]:
