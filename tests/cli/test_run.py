@@ -68,6 +68,18 @@ def test_a_script_is_stopped_with_its_losses_and_what_was_not_applied(tmp_path: 
     assert len(record.tables["losses"]["loss"]) == 5
 
 
+def test_a_second_run_into_a_file_stays_a_run_of_its_own(tmp_path: Path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    out = tmp_path / "a.jsonl"
+    for steps in (6, 8):
+        done = watched(tmp_path, "--out", str(out), "--no-page", "--inspect-every", "0", "train.py", str(steps))
+        assert done.returncode == 0, done.stderr
+    seen = [(record.config["run"], record.fact("steps_seen")) for record in Store(out).read()]
+    assert seen == [("a", 6), ("a-2", 8)]
+    assert "The step of train.py 6 takes" in done.stderr
+    assert "The step of train.py 8 takes" in done.stderr
+
+
 @pytest.mark.slow
 def test_who_has_nothing_to_change_ends_before_its_turn(tmp_path: Path):
     """In a proof's round: no one waits for it, and a script that survives its end is ended again after its next step."""

@@ -35,7 +35,8 @@ def compare(
 ) -> int:
     """Compare B with A, cell by cell: times in ms, the ratio with its interval, faster, slower, under 2 % or cannot tell.
 
-    To compare variants of one run (precision, attention...), interleave them: trainstep bench --compare.
+    To compare variants of one run (precision, attention...), interleave them: trainstep bench --compare. All records of a script's
+    run (trainstep run) are one cell; several runs of it in a file are compared run by run.
 
     Exit codes: 0 compared; 1 with --fail-if-slower, if a cell is slower or fails now; 2 bad input, or no cell in common.
 
@@ -78,11 +79,7 @@ def compare(
         records = [Store(path).read() for path in (a, b)]
     if empty := next((path for path, in_file in zip((a, b), records, strict=True) if not in_file), None):
         raise ValueError(f"{empty}: holds no records")
-    matches = match_records(*records)
-    if not matches.pairs:
-        from trainstep.report.step.before_after import nothing_in_common
-
-        raise ValueError(f"{a} and {b} have no cell in common: {nothing_in_common(*records)}")
+    matches = _matches(a, b, *records)
     quantity = quantity or _first_quantity([record for pair in matches.pairs for record in pair])
     from trainstep.report.step.before_after import changes_answer
 
@@ -102,6 +99,19 @@ def compare(
     return 0 if fail_if_slower is None else _gate(changes, fail_if_slower)
 
 
+def _matches(a: Path, b: Path, before: Sequence[Record], after: Sequence[Record]) -> Matches:
+    """The cells that both files have, all records of a script's runs as one; ValueError if there is none."""
+    from trainstep.report.run.compared import whole_runs
+
+    cells = whole_runs(before, after)
+    matches = match_records(*cells)
+    if not matches.pairs:
+        from trainstep.report.step.before_after import nothing_in_common
+
+        raise ValueError(f"{a} and {b} have no cell in common: {nothing_in_common(*cells)}")
+    return matches
+
+
 def _first_quantity(records: Sequence[Record]) -> str:
     """`step` if any record has it, as training steps do; else the first quantity of the first record with samples."""
     quantities = [name for record in records for name in record.samples]
@@ -110,6 +120,7 @@ def _first_quantity(records: Sequence[Record]) -> str:
 
 def _changes(matches: Matches, quantity: str, minimum_effect: float, *, allow_mixed: bool) -> "list[Change]":
     """The comparisons of all common cells."""
+    from trainstep.report.kit.script_cells import is_of_runs, with_doubts
     from trainstep.report.step.before_after import changes_of
 
     known = any(quantity in record.samples for pair in matches.pairs for record in pair)
@@ -120,6 +131,7 @@ def _changes(matches: Matches, quantity: str, minimum_effect: float, *, allow_mi
             comparison = compare_records(
                 a, b, quantity=quantity, minimum_effect=minimum_effect, allow_mixed=allow_mixed
             )
+            comparison = with_doubts(a, b, comparison) if is_of_runs(a) else comparison
         compared.append((a, b, comparison))
     return changes_of(compared)
 

@@ -19,6 +19,7 @@ from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.changed.turns import Turn
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording
+from trainstep.measure.run.run_name import run_name
 from trainstep.measure.run.script import (
     Ended,
     LastOfAll,
@@ -96,8 +97,8 @@ def run(
     Parameters
     ----------
     out
-        File of records to append to; by default a new file in ./runs/ of the folder in which you start. Under torchrun rank 0
-        writes it, and every other rank a file beside it with its number in the name.
+        File of records to append to, as a run of its own; by default a new file in ./runs/ of the folder in which you start. Under
+        torchrun rank 0 writes it, and every other rank a file beside it with its number in the name.
     page
         The page of the run; by default beside the records, as .html.
     no_page
@@ -129,13 +130,12 @@ def run(
     store = Store(rank_path(path, rank))
     with store.locked():  # what cannot be written is refused before the script runs, not after hours of it
         pass
-    identity = ScriptConfig(
-        script=script.name, arguments=shlex.join(script.arguments), run=path.stem, rank=rank, ranks=ranks
-    )
+    name, arguments = run_name(path, rank, token), shlex.join(script.arguments)
+    identity = ScriptConfig(script=script.name, arguments=arguments, run=name, rank=rank, ranks=ranks)
     os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_KINETO)
     session = _Session(identity, ranks_here, store, environment(), ours=give_back_streams(), quiet=quiet)
-    here = ranks_here if ranks > 1 else None
-    session.facts = facts_of(script_folder=os.getcwd(), script_source=script.source or None, local_ranks=here)
+    here, source = ranks_here if ranks > 1 else None, script.source or None
+    session.facts = facts_of(script_folder=os.getcwd(), script_source=source, local_ranks=here, launch=token or None)
     after_import("torch", lambda: session.begin(inspect_every, tensorboard, trackio, steered))
     return _run_watched(script, session, page)
 

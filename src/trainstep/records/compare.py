@@ -44,6 +44,7 @@ VERDICTS = ("faster", "slower", "cannot tell")
 MINIMUM_PAIRS = 5
 _LEVEL = 0.99
 _SAME_ENVIRONMENT = ("gpu", "driver", "torch", "triton", "cuda", "cpu")
+NOT_INTERLEAVED = "; not interleaved, so what changed between the runs counts too"
 _MANY = 1000
 """Degrees of freedom from which on an expansion around the normal distribution gives Student's points to seven digits."""
 
@@ -145,7 +146,7 @@ def compare_records(
         process_steps=processes if paired and all(processes) else None,
         paired=paired,
     )
-    remark = "" if paired else "; not interleaved, so what changed between the runs counts too"
+    remark = "" if paired else NOT_INTERLEAVED
     return replace(comparison, quantity=quantity, reason=comparison.reason + remark, interleaving=interleaving)
 
 

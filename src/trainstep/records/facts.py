@@ -278,6 +278,8 @@ FACTS: Mapping[str, FactKind] = {
     "script_folder": FactKind("", str, "folder in which the script was started"),
     "script_source": FactKind("", str, "SHA-256 of the script's file, its first 12 digits"),
     "local_ranks": FactKind("count", int, "ranks on this machine"),
+    "launch": FactKind("", str, "word that the ranks that one launcher started on a machine share"),
+    "compared_runs": FactKind("count", int, "runs of a script that compare has made one cell of"),
     "applied": FactKind("", str, "changes that trainstep made of the script, as --apply takes them"),
     "not_applied": FactKind("", str, "changes among them that found nothing to change, with the reason"),
     "stopped_after": FactKind("count", int, "steps after which trainstep ended the script"),

@@ -13,9 +13,11 @@ from trainstep.config.script import ScriptConfig
 from trainstep.measure.machine.environment import environment
 from trainstep.measure.run.live import LiveLine
 from trainstep.measure.run.recording import Ending, Recording, ended_by
+from trainstep.measure.run.run_name import run_name
 from trainstep.measure.run.show import rank_path, shared_name, show_run
 from trainstep.measure.run.trackers import TensorBoard, Trackio
 from trainstep.measure.run.watch import Schedule, Watch
+from trainstep.records.facts import facts_of
 from trainstep.records.store import RUNS, Store, new_records_path
 
 Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
@@ -43,7 +45,7 @@ def watch(
         model: the module whose forward is timed, or several; by default the outermost modules of the optimizer's parameters.
         optimizer: the optimizer whose updates end steps, or several; by default every optimizer.
         name: what the run is called; by default the script's name.
-        out: file of records to append to; by default a new one in ./runs/. Ranks other than 0 write beside it.
+        out: file of records to append to, as a run of its own; by default a new one in ./runs/. Ranks other than 0 write beside it.
         page: file of the page; True: beside the records, as .html; False: none.
         inspect_every: inspect one step in so many (1: every second), 0 for none; by default as many as take half a per cent of
             the time.
@@ -92,7 +94,8 @@ class Session:
     ) -> None:
         schedule = Schedule(every=inspect_every)
         rank, ranks = _rank()
-        default = RUNS / f"run-{shared_name()}.jsonl" if ranks > 1 else new_records_path("run")
+        launch = shared_name() if ranks > 1 else ""
+        default = RUNS / f"run-{launch}.jsonl" if launch else new_records_path("run")
         path = Path(os.path.abspath(out or default))
         self._page = (
             None
@@ -100,17 +103,19 @@ class Session:
             else Path(os.path.abspath(path.with_suffix(".html") if page is True else page))
         )
         self._path, self._rank, self._quiet = path, rank, quiet or rank > 0
-        identity = ScriptConfig(script=name or sys.argv[0] or "code", run=path.stem, rank=rank, ranks=ranks)
         store = Store(rank_path(path, rank))
         with store.locked():
             pass
+        run = run_name(path, rank, launch)
+        identity = ScriptConfig(script=name or sys.argv[0] or "code", run=run, rank=rank, ranks=ranks)
         self._trackers: list[TensorBoard | Trackio] = []
-        self._trackers += [] if tensorboard is None else [TensorBoard(Path(tensorboard) / path.stem)]
-        self._trackers += [] if trackio is None else [Trackio(trackio, path.stem)]
+        self._trackers += [] if tensorboard is None else [TensorBoard(Path(tensorboard) / run)]
+        self._trackers += [] if trackio is None else [Trackio(trackio, run)]
+        command = shlex.join([Path(sys.executable).name, *sys.argv])
         live = LiveLine()
         self._live = live if live.is_possible and not self._quiet else None
         self.watch = Watch(
-            Recording(identity, environment(), store, command=shlex.join([Path(sys.executable).name, *sys.argv])),
+            Recording(identity, environment(), store, command, facts_of(launch=launch or None)),
             schedule=Schedule(every=0) if rank else schedule,
             modules=modules,
             optimizers=optimizers,

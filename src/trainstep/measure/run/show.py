@@ -44,19 +44,21 @@ def files_of(path: Path) -> list[Path]:
 def wait_for_ranks(path: Path, ranks: int, longest_s: float = _LONGEST_WAIT_S) -> None:
     """Wait until the other `ranks` of this machine have written how their scripts ended, which they do at about the same time.
 
-    A rank that was killed writes nothing: after `longest_s` the run is shown without the rest of it.
+    A rank that was killed writes nothing: after `longest_s` the run is shown without the rest of it. The ending of an earlier run
+    in the same file does not count.
     """
     latest_s = time.monotonic() + longest_s
+    run = next((record.config.get("run") for record in reversed(Store(path).finished())), None)
     missing = [rank_path(path, rank) for rank in range(1, ranks)]
     while missing and time.monotonic() < latest_s:
-        missing = [file for file in missing if not _has_ended(file)]
+        missing = [file for file in missing if not _has_ended(file, run)]
         if missing:
             time.sleep(0.05)
 
 
-def _has_ended(file: Path) -> bool:
-    records = Store(file).read() if file.exists() else []
-    return bool(records) and records[-1].fact("ending") is not None
+def _has_ended(file: Path, run: str | None) -> bool:
+    records = Store(file).finished()
+    return bool(records) and records[-1].fact("ending") is not None and records[-1].config.get("run") == run
 
 
 def rank_path(path: Path, rank: int) -> Path:

@@ -6,8 +6,9 @@ A run writes a record every few seconds. Ranks are runs of their own, under one 
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
@@ -16,6 +17,7 @@ from trainstep.config.script import Part
 from trainstep.records.record import Record
 from trainstep.records.tables import table_lines
 from trainstep.report.kit.rows import Row, grouped
+from trainstep.report.kit.script_cells import rank_words, script_words
 
 Lines = list[dict[str, Any]]
 _INSTALLED = "site-packages"
@@ -23,9 +25,10 @@ _INSTALLED = "site-packages"
 
 @dataclass(frozen=True)
 class Run:
-    """One rank of one run. `rows`: its records, in the order of their steps."""
+    """One rank of one run. `rows`: its records, in the order of their steps. `is_named`: its own name tells it from the others."""
 
     rows: tuple[Row, ...]
+    is_named: bool = False
 
     @property
     def row(self) -> Row:
@@ -38,11 +41,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """`train.py --lr 1`, with the rank if there are several."""
+        """`train.py --lr 1`, with the run's own name where another run has the same words, and the rank if there are several."""
         config = self.last.config
-        arguments = f" {config['arguments']}" if config.get("arguments") else ""
-        rank = f" (rank {config['rank']} of {config['ranks']})" if config["ranks"] > 1 else ""
-        return f"{config['script']}{arguments}{rank}"
+        run = f", run {config['run']}" if self.is_named else ""
+        return f"{script_words(config)}{run}{rank_words(config)}"
 
     @property
     def on_gpu(self) -> bool:
@@ -143,7 +145,9 @@ def runs_of(rows: Iterable[Row]) -> list[Run]:
     by_rank = grouped(rows, lambda row: (row.record.config["run"], row.record.config["rank"]))
     names = list(dict.fromkeys(name for name, _ in by_rank))
     ordered = sorted(by_rank.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
-    return [Run(tuple(sorted(same, key=lambda row: int(row.record.config["first_step"])))) for _, same in ordered]
+    runs = [Run(tuple(sorted(same, key=lambda row: int(row.record.config["first_step"])))) for _, same in ordered]
+    alike = Counter(run.name for run in runs)
+    return [replace(run, is_named=alike[run.name] > 1) for run in runs]
 
 
 def main_runs(runs: Sequence[Run]) -> list[Run]:

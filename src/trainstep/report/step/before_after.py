@@ -10,12 +10,17 @@ from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, RATIO, failure_word, ratio_words
 from trainstep.report.kit.ranking import Ratio, counted_words, is_judged, median_of
 from trainstep.report.kit.rows import Row, flat_config, needless, rows_of, words
+from trainstep.report.kit.script_cells import MORE_RUNS, ONE_RUN, cell_words, has_few_runs, is_of_runs, is_one_run
 from trainstep.report.kit.tables import Column, Entry, Table
 
 _VALUES_NAMED = 4
 _INTERLEAVE = (
     "`trainstep bench --compare` interleaves the variants of one field, so that changes of the machine affect all of them "
     "alike."
+)
+_WHICH_RUNS = (
+    "; runs are matched by the name of the script's file (in any folder), rank and device, and where a file has several variants "
+    "of a script also by what tells these apart: give each variant a file of records of its own"
 )
 
 
@@ -55,9 +60,15 @@ def changes_of(compared: Sequence[tuple[Record, Record, Comparison]]) -> list[Ch
     """The changes of these (before, after, comparison), each with a label that tells it from the others."""
     rows = rows_of([("", before) for before, _, _ in compared])
     without = needless(rows)
+    labels = [row.label(without=without) for row in rows]
+    scripts = [
+        cell_words(row.record) if is_of_runs(row.record) else label for row, label in zip(rows, labels, strict=True)
+    ]
+    if len(set(scripts)) == len(scripts):
+        labels = scripts
     return [
-        Change(row=row, label=row.label(without=without), after=after, comparison=comparison)
-        for row, (_, after, comparison) in zip(rows, compared, strict=True)
+        Change(row=row, label=label, after=after, comparison=comparison)
+        for row, label, (_, after, comparison) in zip(rows, labels, compared, strict=True)
     ]
 
 
@@ -73,10 +84,10 @@ def changes_table(changes: Sequence[Change], quantity: str) -> Table:
 
 
 def changes_notes(changes: Sequence[Change]) -> list[str]:
-    """The reason of each 'cannot tell', and a caution about verdicts on files that were not interleaved."""
-    unclear = [change for change in changes if change.comparison.verdict == "cannot tell"]
-    reasons = [f"{change.label}: {change.comparison.reason}" for change in unclear]
-    if any(change.comparison.interleaving == "none" for change in changes if change not in unclear):
+    """The reason of each 'cannot tell' and of each comparison of runs; for others a caution if they were not interleaved."""
+    told = [change for change in changes if change.comparison.verdict == "cannot tell" or is_of_runs(change.after)]
+    reasons = [f"{change.label}: {change.comparison.reason}" for change in told]
+    if any(change.comparison.interleaving == "none" for change in changes if change not in told):
         return [
             *reasons,
             "The two files were not interleaved, so changes of the machine between them are part of the ratios.",
@@ -98,10 +109,13 @@ def changes_answer(changes: Sequence[Change], quantity: str) -> Answer:
         )
     unclear = any(not is_judged(ratio) or (ratio.known and ratio.known.verdict == "cannot tell") for ratio in ratios)
     apart = any(change.comparison.interleaving == "none" for change in judged)
+    alone = [change for change in judged if is_one_run(change.row.record) and is_one_run(change.after)]
+    doubt = f" {ONE_RUN}" if alone else ""
+    few = any(has_few_runs(record) for change in judged for record in (change.row.record, change.after))
     return Answer(
         workload=changes[0].row.record.workload,
-        verdict=f"{'; '.join(sentences) or 'No common cell ran in both files'}.",
-        suggestion=_INTERLEAVE if unclear and apart else "",
+        verdict=f"{'; '.join(sentences) or 'No common cell ran in both files'}.{doubt}",
+        suggestion=MORE_RUNS if few else _INTERLEAVE if unclear and apart and not is_of_runs(changes[0].after) else "",
     )
 
 
@@ -116,7 +130,8 @@ def nothing_in_common(before: Sequence[Record], after: Sequence[Record]) -> str:
     values = {name: [list(dict.fromkeys(_value(config, name) for config in side)) for side in sides] for name in names}
     differing = {name: (a, b) for name, (a, b) in values.items() if not set(a) & set(b)}
     if differing:
-        return f"they differ in {_listed(differing)}"
+        runs = all(names == ["run"] for names in workloads)
+        return f"they differ in {_listed(differing)}{_WHICH_RUNS if runs else ''}"
     pairs = ((a, b) for a in sides[0][:200] for b in sides[1][:200])  # all pairs of large files would take too long
     first, second = min(pairs, key=lambda pair: len(_differing(*pair)))
     differing = {name: ([_value(first, name)], [_value(second, name)]) for name in _differing(first, second)}
