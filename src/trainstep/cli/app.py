@@ -125,8 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    output = sys.stdout
+    words, output = sys.argv[1:] if arguments is None else list(arguments), sys.stdout
     try:
         code = _run_task(words)
         if sys.stdout is output:  # else a script has its own streams back, which are flushed as Python does it

@@ -35,8 +35,8 @@ def compare(
 ) -> int:
     """Compare B with A, cell by cell: times in ms, the ratio with its interval, faster, slower, under 2 % or cannot tell.
 
-    To compare variants of one run (precision, attention...), interleave them: trainstep bench --compare. All records of a script's
-    run (trainstep run) are one cell; several runs of it in a file are compared run by run.
+    To compare variants of one run (precision, attention...), interleave them: trainstep bench --compare. All runs of a
+    script (trainstep run) are one cell, and a run is one value, its median step: a verdict needs five runs in each file.
 
     Exit codes: 0 compared; 1 with --fail-if-slower, if a cell is slower or fails now; 2 bad input, or no cell in common.
 

@@ -13,10 +13,7 @@ from trainstep.report.kit.rows import words
 
 MORE_RUNS = (
     f"`trainstep run --out FILE` appends to its file: with at least {MINIMUM_PAIRS} runs in each, made alternately, `compare` "
-    "judges by runs and not by steps."
-)
-ONE_RUN = (
-    "Each side is one run: how far two runs of one script lie apart is not known from them, and may be as far as that."
+    "has a verdict. How far two runs of one script lie apart is not known from one."
 )
 
 
@@ -33,11 +30,8 @@ def rank_words(config: Mapping[str, Any]) -> str:
 def with_doubts(before: Record, after: Record, comparison: Comparison) -> Comparison:
     """The comparison of two such cells; its reason says what a value is, what the interval leaves out, and what else differs."""
     counts = [record.fact("compared_runs", 1) for record in (before, after)]
-    reason = comparison.reason
-    doubt = "one run a side, so how far two runs of one script lie apart is not in the interval"
-    if max(counts) > 1:  # made alternately or not: their order is not known
-        reason = reason.removesuffix(NOT_INTERLEAVED)
-        doubt = f"a value is the median of one run's steps, and there are {counts[0]} and {counts[1]} runs"
+    reason = comparison.reason.removesuffix(NOT_INTERLEAVED)  # made alternately or not: their order is not known
+    doubt = f"a value is the median of one run's steps, and there are {counts[0]} and {counts[1]} runs"
     pairs = {name: (before.config.get(name), after.config.get(name)) for name in {**before.config, **after.config}}
     differing = [f"{name} ({words(a)}; {words(b)})" for name, (a, b) in pairs.items() if a != b]
     more = f"; they differ in {', '.join(differing)}" if differing else ""
@@ -52,11 +46,6 @@ def is_of_runs(record: Record) -> bool:
 def has_few_runs(record: Record) -> bool:
     """Whether the cell has fewer runs than a verdict by runs needs."""
     return bool(record.fact("compared_runs", MINIMUM_PAIRS) < MINIMUM_PAIRS)
-
-
-def is_one_run(record: Record) -> bool:
-    """Whether the cell is one run of a script."""
-    return bool(record.fact("compared_runs") == 1)
 
 
 def cell_words(record: Record) -> str:

@@ -6,9 +6,9 @@ A run writes a record every few seconds, under a name that no other run has, so 
 the runs of one script share, but a before and an after differ in something. So cells are matched by all of `_LEVELS[0]`, and where
 nothing is common by less and less of it, as long as no cells of one file become one.
 
-One process may be slower than another for as long as it lives (records/compare.py), and the steps of one run do not show that.
-Where a file has several runs of a script, a run is therefore one value: the median of its steps. Two single runs are compared by
-their steps, and the reason says what such an interval leaves out.
+One process may be slower than another for as long as it lives (records/compare.py), and the steps of one run do not show that: of
+ten runs of one script, compared by their steps, 40 of 45 pairs were called different. So a run is one value, the median of its
+steps, and there is a verdict from five runs a side on.
 """
 
 import statistics
@@ -40,11 +40,10 @@ def whole_runs(before: Sequence[Record], after: Sequence[Record]) -> tuple[list[
     sides = [grouped(_runs(records), lambda run: _key(run, _LEVELS[0])) for records in (before, after)]
     level = next((level for level in _LEVELS if _is_common(level, sides)), _LEVELS[0])
     keyed = [{_key(runs[0], level): runs for runs in cells.values()} for cells in sides]
-    alone = {key for key in keyed[0].keys() | keyed[1].keys() if all(len(cells.get(key, ())) <= 1 for cells in keyed)}
     first, second = (
         [
             *(record for record in records if not _is_run(record)),
-            *(_record(key, runs, by_run=key not in alone) for key, runs in cells.items()),
+            *(_record(key, runs) for key, runs in cells.items()),
         ]
         for records, cells in zip((before, after), keyed, strict=True)
     )
@@ -79,16 +78,10 @@ def _is_common(level: Sequence[str], sides: Sequence[Mapping[str, Sequence[Run]]
     return bool(set(first) & set(second)) and all(len(set(keys)) == len(keys) for keys in (first, second))
 
 
-def _record(key: str, runs: Sequence[Run], *, by_run: bool) -> Record:
-    """All runs of a cell as one record, whose values are those of its steps, or `by_run` the median of each run."""
+def _record(key: str, runs: Sequence[Run]) -> Record:
+    """All runs of a cell as one record, whose values are the medians of each run's steps."""
     names = dict.fromkeys(["step", *(name for run in runs for name in run.samples)])
-    columns = {name: [run.samples[name] for run in runs if name in run.samples] for name in names}
-    values = {
-        name: [statistics.median(column) for column in each]
-        if by_run
-        else [value for column in each for value in column]
-        for name, each in columns.items()
-    }
+    values = {name: [statistics.median(run.samples[name]) for run in runs if run.samples.get(name)] for name in names}
     return replace(
         runs[-1].last,
         key=key,

@@ -10,7 +10,7 @@ from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import MS, RATIO, failure_word, ratio_words
 from trainstep.report.kit.ranking import Ratio, counted_words, is_judged, median_of
 from trainstep.report.kit.rows import Row, flat_config, needless, rows_of, words
-from trainstep.report.kit.script_cells import MORE_RUNS, ONE_RUN, cell_words, has_few_runs, is_of_runs, is_one_run
+from trainstep.report.kit.script_cells import MORE_RUNS, cell_words, has_few_runs, is_of_runs
 from trainstep.report.kit.tables import Column, Entry, Table
 
 _VALUES_NAMED = 4
@@ -109,12 +109,10 @@ def changes_answer(changes: Sequence[Change], quantity: str) -> Answer:
         )
     unclear = any(not is_judged(ratio) or (ratio.known and ratio.known.verdict == "cannot tell") for ratio in ratios)
     apart = any(change.comparison.interleaving == "none" for change in judged)
-    alone = [change for change in judged if is_one_run(change.row.record) and is_one_run(change.after)]
-    doubt = f" {ONE_RUN}" if alone else ""
     few = any(has_few_runs(record) for change in judged for record in (change.row.record, change.after))
     return Answer(
         workload=changes[0].row.record.workload,
-        verdict=f"{'; '.join(sentences) or 'No common cell ran in both files'}.{doubt}",
+        verdict=f"{'; '.join(sentences) or 'No common cell ran in both files'}.",
         suggestion=MORE_RUNS if few else _INTERLEAVE if unclear and apart and not is_of_runs(changes[0].after) else "",
     )
 
