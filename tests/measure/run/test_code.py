@@ -1,6 +1,8 @@
 """`trainstep.watch` in code, its callbacks and its trackers."""
 
 import importlib
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import trainstep
+from cell_maker import import_path
 from trainstep.config.script import Part
 from trainstep.measure.run.live import LiveLine, live_words
 from trainstep.measure.run.recording import StepTimes
@@ -234,3 +237,30 @@ def test_the_live_line_leaves_streams_that_are_no_terminals_alone():
     live.open()
     assert (sys.stdout, sys.stderr) == before
     live.close()
+
+
+@pytest.mark.slow
+def test_a_watch_that_is_never_left_is_ended_with_python(tmp_path: Path):
+    code = (
+        "import torch, trainstep\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "watched = trainstep.watch(model, optimizer, out='r.jsonl', page=False, quiet=True, inspect_every=0)\n"
+        "watched.__enter__()\n"
+        "for _ in range(6):\n"
+        "    model(torch.randn(4, 8)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (record,) = records(tmp_path / "r.jsonl")
+    assert record.fact("ending") == "Python ended before the watch did"

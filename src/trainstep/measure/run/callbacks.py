@@ -36,7 +36,7 @@ class _Training:
     def begin(self) -> None:
         if self._session is None:
             self._session = Session([], [], **self._options)
-            self._session.watch.start()
+            self._session.start()
             atexit.register(self.end, Ending(words="the trainer did not end training"))
 
     def end(self, ending: Ending) -> None:

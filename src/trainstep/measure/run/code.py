@@ -1,5 +1,6 @@
 """`with trainstep.watch(model, optimizer):` does in code what `trainstep run` does for a whole script."""
 
+import atexit
 import os
 import shlex
 import sys
@@ -67,7 +68,7 @@ def watch(
         tensorboard=tensorboard,
         trackio=trackio,
     )
-    watched.watch.start()
+    watched.start()
     try:
         yield watched.watch
     except BaseException as error:
@@ -124,9 +125,24 @@ class Session:
         )
         if self._live is not None:
             self._live.open()
+        self._process = 0
+        """The process that is watched; 0 before and after."""
+
+    def start(self) -> None:
+        """Begin. RuntimeError if this process is watched already."""
+        self.watch.start()
+        self._process = os.getpid()
+        atexit.register(self.end, Ending(words="Python ended before the watch did"))
 
     def end(self, ending: Ending) -> None:
-        """Write the last record, show the answer, write the page. Nothing is raised: the training's own error goes first."""
+        """Write the last record, show the answer, write the page. Nothing is raised: the training's own error goes first.
+
+        Only the first call does so, which may be that of a process that ends with an open watch, and none in a forked one.
+        """
+        if os.getpid() != self._process:
+            return
+        self._process = 0
+        atexit.unregister(self.end)
         if self._live is not None:
             self._live.close()
         try:
