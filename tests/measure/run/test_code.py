@@ -225,9 +225,7 @@ def test_a_missing_tracker_is_refused_before_training(tmp_path: Path, monkeypatc
 
 
 def test_the_live_line_says_what_takes_the_time():
-    times = StepTimes(
-        step_s=0.01, parts_s={Part.DATA: 0.002, Part.FORWARD: 0.003, Part.BACKWARD: 0.005}, collection_s=0.0
-    )
+    times = StepTimes(10_000_000, {Part.DATA: 2_000_000, Part.FORWARD: 3_000_000, Part.BACKWARD: 5_000_000}, 0)
     assert live_words(1234, [times] * 3) == "step 1,234: 10.0 ms, backward 50 %, forward 30 %, data 20 %"
 
 

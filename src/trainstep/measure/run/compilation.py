@@ -15,7 +15,8 @@ class Compilations:
     """What was compiled since the watch began. Everything that a script compiled before counts as seen."""
 
     def __init__(self) -> None:
-        utils = sys.modules.get("torch._dynamo.utils")
+        self._utils = utils = sys.modules.get("torch._dynamo.utils")
+        """torch's module that counts, once it is imported: looking it up at each step takes longer than the rest of a poll."""
         self._frames: int = utils.counters["frames"]["total"] if utils else 0
         self._breaks = len(utils.graph_break_reasons) if utils else 0
         self._before = _counted(utils) if utils else (0, 0)
@@ -26,7 +27,7 @@ class Compilations:
 
     def poll(self, step: int) -> bool:
         """Whether anything was compiled since the last call, in step `step`, whose rows are then noted."""
-        utils = sys.modules.get("torch._dynamo.utils")
+        utils = self._utils = self._utils or sys.modules.get("torch._dynamo.utils")
         if utils is None:
             return False
         frames = utils.counters["frames"]["total"]

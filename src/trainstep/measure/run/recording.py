@@ -12,10 +12,10 @@ samples: `step`, the parts of config/script.py, `garbage_collection`, and on a G
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainstep.config.parsing import config_hash, to_plain
 from trainstep.config.script import Part, ScriptConfig
@@ -29,20 +29,30 @@ WARMUPS = 3
 _DIGITS = 9
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """The times of one step in seconds. `device`: on the GPU, by part; empty on a CPU."""
+class StepTimes(NamedTuple):
+    """The times of one step, as the clocks of the host give them; they become seconds where somebody reads them."""
 
-    step_s: float
-    parts_s: Mapping[Part, float]
-    collection_s: float
-    device_s: Mapping[Part, float] = field(default_factory=dict)
+    step_ns: int
+    parts_ns: Mapping[Part, int]
+    collection_ns: int
+    device_s: Mapping[Part, float] = MappingProxyType({})
+    """On the GPU, by part; empty on a CPU."""
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.step_ns / 1e9
+
+    @property
+    def parts_s(self) -> dict[Part, float]:
+        """Part -> seconds on the host."""
+        return {part: spent / 1e9 for part, spent in self.parts_ns.items()}
 
     def values(self) -> dict[str, float]:
         """Sample -> value."""
         values = {"step": self.step_s, **{part.value: seconds for part, seconds in self.parts_s.items()}}
         device = {f"device_{part.value}": seconds for part, seconds in self.device_s.items()}
-        return values | {"garbage_collection": self.collection_s} | device
+        return values | {"garbage_collection": self.collection_ns / 1e9} | device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ class Watch:
     def step(self) -> None:
         """End a step by hand, where no optimizer of torch.optim updates the parameters."""
         if self._is_on and os.getpid() == self._pid:
-            self._guarded(lambda: self._end_step(None))
+            self._guarded(self._end_step, None)
 
     @property
     def part(self) -> Part | None:
@@ -172,7 +172,7 @@ class Watch:
     # What hooks call
 
     def _updated(self, optimizer: Any) -> None:
-        self._guarded(lambda: self._count_update(optimizer))
+        self._guarded(self._count_update, optimizer)
 
     def _count_update(self, optimizer: Any) -> None:
         if self._only is not None and id(optimizer) not in self._only:
@@ -197,10 +197,10 @@ class Watch:
         elif self._collecting_since_ns:
             self._collected_ns += time.perf_counter_ns() - self._collecting_since_ns
 
-    def _guarded(self, do: Callable[[], None]) -> None:
+    def _guarded(self, do: Callable[..., None], *arguments: Any) -> None:
         """Do something for the watch. If it fails, the watch ends and the script goes on."""
         try:
-            do()
+            do(*arguments)
         except Exception as error:  # noqa: BLE001  (whatever it is, it is ours and not the script's)
             self.trouble = f"{type(error).__name__}: {error}"
             self._uninstall()
@@ -213,11 +213,7 @@ class Watch:
         step_ns, spent_ns = self._clock.take()
         collected_ns, self._collected_ns = self._collected_ns, 0
         self.steps += 1
-        times = StepTimes(
-            step_s=step_ns / 1e9,
-            parts_s={part: spent / 1e9 for part, spent in spent_ns.items()},
-            collection_s=collected_ns / 1e9,
-        )
+        times = StepTimes(step_ns, spent_ns, collected_ns)
         inspection, self._inspection = self._inspection, None
         if inspection is not None:
             self._finish(inspection)
@@ -256,7 +252,7 @@ class Watch:
     def _keep_finished(self) -> None:
         for device_s in self._device.finished() if self._device else ():
             times, warmup = self._unfinished.popleft()
-            self.recording.add(replace(times, device_s=device_s), warmup=warmup)
+            self.recording.add(times._replace(device_s=device_s), warmup=warmup)
 
     def _first_update(self, optimizer: Any) -> None:
         """Note an optimizer that was not seen before, and find the device and the modules of its parameters."""
