@@ -189,7 +189,7 @@ _ON_GPU = (
 def _idle(record: Record) -> str:
     """How long the device is idle, if the step waits for its host; else empty."""
     busy, step = record.samples.get("busy"), record.samples.get("step")
-    if busy is None or step is None or not busy.values or not step.values:
+    if busy is None or step is None or not busy.values or not any(step.values):
         return ""
     idle = 1 - (sum(busy.values) / len(busy.values)) / (sum(step.values) / len(step.values))
     if idle <= _IDLE:

@@ -114,7 +114,8 @@ class FirstStep:
 def first_step(record: Record) -> FirstStep | None:
     """The first step and its parts, of the first process if there are several.
 
-    None if single steps are not known from the first on: the cell failed, timed windows of k steps, or has too few steps.
+    None if single steps are not known from the first on: the cell failed, timed windows of k steps, or has too few steps or
+    steps without a time.
     """
     samples = _of_first_process(record, "step")
     if record.failure is not None or samples is None or isinstance(record.config.get("sync"), int):
@@ -126,6 +127,8 @@ def first_step(record: Record) -> FirstStep | None:
     if len(after_first) < 2:
         return None
     steady_s = statistics.median(after_first)
+    if not steady_s:  # nothing can be compared with steps that take no time at all
+        return None
     reallocated_s = record.fact("reallocated_step_s")
     allocations = _series(record, "device_allocations")
     return FirstStep(
