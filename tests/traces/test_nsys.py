@@ -166,10 +166,10 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
 @pytest.mark.parametrize(
     ("statements", "words"),
     [
-        (["DROP TABLE StringIds", f"CREATE VIEW StringIds AS {ENDLESS}"], "StringIds is no plain table"),
+        (["DROP TABLE StringIds", f"CREATE VIEW StringIds AS {ENDLESS}"], "StringIds is not a plain table"),
         (
             ["DROP TABLE TARGET_INFO_GPU", f"CREATE VIEW TARGET_INFO_GPU AS {ENDLESS} WHERE i < 0"],
-            "TARGET_INFO_GPU is no plain table",
+            "TARGET_INFO_GPU is not a plain table",
         ),
         (
             [
