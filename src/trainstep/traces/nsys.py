@@ -51,7 +51,7 @@ def read_report(path: Path) -> Trace:
     """The trace in an SQLite export. ValueError of one sentence if the file is not an export, is cut off or holds no kernel."""
     check_regular(path)
     if not _begins_as_sqlite(path):
-        what = "nsys's own format" if path.suffix in _OWN_FORMATS else "no SQLite file"
+        what = "nsys's own format" if path.suffix in _OWN_FORMATS else "not an SQLite file"
         raise ValueError(f"{path}: is {what}; {_HOW_TO_EXPORT}")
     try:
         # immutable: SQLite then neither looks for a journal beside the file nor writes one.
