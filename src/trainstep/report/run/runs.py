@@ -13,9 +13,10 @@ from pathlib import PurePath
 from typing import Any
 
 from trainstep.config.script import Part
+from trainstep.grouping import grouped
 from trainstep.records.record import Record
 from trainstep.records.tables import table_lines
-from trainstep.report.kit.rows import Row, grouped
+from trainstep.report.kit.rows import Row
 
 Lines = list[dict[str, Any]]
 _INSTALLED = "site-packages"

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainstep.grouping import grouped
 from trainstep.records.record import Record, Samples
 from trainstep.report.kit.charts import (
     Chart,
@@ -19,7 +20,7 @@ from trainstep.report.kit.charts import (
     short_labels,
 )
 from trainstep.report.kit.forms import in_ms, milliseconds, percent, times_words
-from trainstep.report.kit.rows import Row, grouped, needless, step_means, varying, words
+from trainstep.report.kit.rows import Row, needless, step_means, varying, words
 from trainstep.report.kit.tables import Line
 from trainstep.report.step.phases import by_model
 
