@@ -6,7 +6,6 @@ ranks then sleep in their `take`, as in a collective, or with `out` all leave; `
 """
 
 import os
-import resource
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from trainstep.measure.harness.failures import CellFailed
 from trainstep.measure.harness.workload import Findings, Stage
 from trainstep.parallel.liveness.watch import LEFT
 from trainstep.records.record import Fact, Failure, Samples
-from workloads import ACTS
+from workloads import ACTS, memory_limit
 
 VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -57,10 +56,10 @@ class RankedMeasurement:
     def finish(self) -> Findings:
         self._called("finish")
         # Even steps are slower on high ranks, odd ones on low ranks.
-        values = tuple(float(step + (self._rank if step % 2 == 0 else -self._rank)) for step in range(self._steps))
+        values = tuple(float(abs(step + (self._rank if step % 2 == 0 else -self._rank))) for step in range(self._steps))
         rank_0_samples = {"only_rank_0": Samples(unit="s", values=(1.0,))} if self._rank == 0 else {}
         facts = {name: os.environ[name] for name in VARIABLES}
-        facts |= {"pid": os.getpid(), "memory_limit_bytes": resource.getrlimit(resource.RLIMIT_DATA)[0]}
+        facts |= {"pid": os.getpid(), **memory_limit()}
         if "source" in self._config:
             facts["model_source"] = self._config["source"][self._rank]
         return Findings(

@@ -29,6 +29,7 @@ LAYERS = {
     "costs": 0,
     "spans": 0,
     "reading": 0,
+    "grouping": 0,
 }
 ROOMS = {
     "measure": {

@@ -65,7 +65,7 @@ class PlantedMeasurement:
         facts = {
             "pid": os.getpid(),
             "oom_score_adj": int(score.read_text()) if score.exists() else None,
-            "memory_limit_bytes": resource.getrlimit(resource.RLIMIT_DATA)[0],
+            **memory_limit(),
             "device_order": os.environ.get("CUDA_DEVICE_ORDER"),
             "compile_caches": " ".join(map(os.environ.get, COMPILE_CACHES))
             if self._config.get("cold_compile")
@@ -88,6 +88,12 @@ class PlantedMeasurement:
                 log.write(f"{self._config.get('name', '')} {what}{'' if steps is None else f' {steps}'}\n")
         if self._config.get("where", "take") == what:
             ACTS[self._config["act"]](self._config)
+
+
+def memory_limit() -> dict[str, int]:
+    """The fact of this process's limit; empty without one, which the system gives as -1."""
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return {} if limit == resource.RLIM_INFINITY else {"memory_limit_bytes": limit}
 
 
 class SettlingMeasurement(PlantedMeasurement):

@@ -1,10 +1,12 @@
 """`trainstep explain`: one verdict, the ranked table, JSON, the page, and sentences about bad input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from record_maker import seconds
 from run_records import a_run
 from sources import ROOT
 from trainstep.cli import app
@@ -38,6 +40,23 @@ def test_json_has_the_answer_first_and_seconds_that_add_up(capsys: pytest.Captur
                 assert row["gain_low_s"] <= row["gain_s"] <= row["gain_high_s"]
                 assert (ROOT / row["page"]).is_file()
                 assert row["change"] is None or isinstance(row["change"], dict)
+
+
+@pytest.mark.parametrize("value", [1e308, -1.0])
+@pytest.mark.parametrize(
+    "command", ["explain", "explain --json", "report", "report --format json", "report --format html"]
+)
+def test_times_that_no_measurement_has_are_refused_in_a_sentence(
+    command: str, value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "r.jsonl"
+    whole = a_run()
+    Store(path).append(replace(whole, samples={**whole.samples, "data_wait": seconds([value] * 20)}))
+    verb, *options = command.split()
+    assert app.run([verb, str(path), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"trainstep: {path}: line 1: not a record: samples.data_wait.values cannot have {value}: ")
+    assert error.count("\n") == 1
 
 
 def test_of_many_steps_five_tables_are_shown_and_all_with_all(capsys: pytest.CaptureFixture[str]):

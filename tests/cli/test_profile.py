@@ -105,7 +105,7 @@ def test_json_holds_every_table(capsys: pytest.CaptureFixture[str]):
     ("arguments", "words"),
     [
         ("--from absent.json", "absent.json: there is no such file"),
-        ("--from words.json", "words.json: is no profiler trace"),
+        ("--from words.json", "words.json: is not a profiler trace"),
         ("--from cut.json.gz", "cut.json.gz: the compressed file is cut off or damaged"),
         ("--from empty.json", "the trace is empty: it holds no op and no kernel; record one with"),
         ("--from good.json.gz --model small", "model would have no effect"),
@@ -120,7 +120,7 @@ def test_json_holds_every_table(capsys: pytest.CaptureFixture[str]):
         ),
         ("--from good.json.gz --timeout-s 0", "timeout_s: must be a positive number"),
         ("--from bomb.json.gz --memory-limit-gib 0.01", "record fewer steps, or allow more with --memory-limit-gib"),
-        ("--from null.json", "null.json: is no profiler trace: an event before character"),
+        ("--from null.json", "null.json: is not a profiler trace: an event before character"),
         ("--from good.json.gz --top 0", "top: must be a whole number of at least 1"),
         ("--profiled-steps 0", "profiled_steps: must be a whole number of at least 1"),
         ("--mode backward", "mode: 'backward' is not known"),

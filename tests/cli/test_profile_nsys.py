@@ -173,7 +173,7 @@ def test_without_nsys_or_a_gpu_torchs_profiler_is_used(
         ("--from cut.sqlite", "cut.sqlite: the SQLite file is cut off or damaged"),
         ("--from none.sqlite", "none.sqlite: holds no kernel"),
         ("--from own.nsys-rep", "own.nsys-rep: is nsys's own format; make one with: nsys export"),
-        ("--from words.sqlite", "words.sqlite: is no SQLite file"),
+        ("--from words.sqlite", "words.sqlite: is not an SQLite file"),
         ("--graph-replay --device cpu", "graph_replay: a CUDA graph needs a GPU"),
     ],
 )

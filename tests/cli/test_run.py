@@ -163,6 +163,24 @@ def test_words_after_the_script_are_the_scripts(words: list[str], expected: list
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ("run -u train.py", "-u is an option of python and belongs before -m: python -u -m trainstep run train.py"),
+        ("run --quiet -Werror train.py", "python -Werror -m trainstep run train.py"),
+        ("run -X dev train.py", "python -X dev -m trainstep run train.py"),
+        ("run -c print(1)", "-c gives python code that is in no file; write it into a file: trainstep run train.py"),
+        ("run -", "- gives python code that is in no file"),
+    ],
+)
+def test_words_of_python_are_refused_with_what_to_do(words: str, sentence: str, capsys: pytest.CaptureFixture[str]):
+    assert run(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trainstep: script: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
         ([], "script: name a script: trainstep run train.py"),
         (["gone.py"], "script: gone.py cannot be read"),
         (

@@ -123,7 +123,7 @@ def test_flash_attn_4_needs_a_gpu_and_widths_that_it_has():
 def test_flash_attn_4_is_refused_where_nothing_would_be_compiled(values: dict[str, Any], instead: str):
     fields = {"model": size("small"), "device": "cuda", "precision": "bf16", **values}
     text = refusal(**fields, attention="flash_attn_4")
-    assert text.startswith("compile: flash_attn_4 is no operator of torch's")
+    assert text.startswith("compile: flash_attn_4 is not an operator of torch's")
     assert text.endswith(instead)
     RunConfig(**fields, attention="trainstep")
 
@@ -168,7 +168,7 @@ def test_seeds_are_limited_to_those_of_torch():
         ),
         (
             {"recompute": "narrow", "attention": "flash_attn_4", "device": "cuda", "precision": "bf16"},
-            "attention: flash_attn_4 is no operator of torch's",
+            "attention: flash_attn_4 is not an operator of torch's",
         ),
         ({"recompute_budget_gib": 0.0}, "recompute_budget_gib: must be positive or none"),
         ({"recompute_budget_gib": 1.0, "recompute": "block"}, "recompute: is chosen by recompute_budget_gib"),

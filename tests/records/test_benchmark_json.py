@@ -47,6 +47,7 @@ def test_the_statistics_are_those_of_their_names(tmp_path: Path):
         ('{"benchmarks": [{"fullname": "a", "stats": {"median": NaN}}]}', "a has times that are not above 0"),
         ('{"benchmarks": [{"fullname": "a", "stats": {"median": "1"}}]}', "a has times that are not above 0"),
         ('{"benchmarks": [{"fullname": "a", "stats": {"median": 1, "data": [null]}}]}', "not above 0"),
+        ('{"benchmarks": [{"fullname": "a", "stats": {"median": 1e308}}]}', "a has a time of 1e\\+308 s"),
         (
             '{"machine_info": {"trainstep": 1}, "benchmarks": [{"fullname": "a", "stats": {"median": 1}}]}',
             "environment",

@@ -2,17 +2,20 @@
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from record_maker import a_record
+from record_maker import ENVIRONMENT, a_record, seconds
+from run_records import WAITS
 from sources import ROOT
 from trainstep.config.instruments import INSTRUMENTS
-from trainstep.config.parsing import flat_form
+from trainstep.config.parsing import flat_form, to_plain
+from trainstep.config.script import ScriptConfig
 from trainstep.records.facts import FACTS, IN_EVERY_ROW, Fact, facts_of
-from trainstep.records.record import Record, record_from_plain, record_to_plain
+from trainstep.records.record import Record, Samples, record_from_plain, record_to_plain
 from trainstep.records.store import Store
 from trainstep.records.tables import RANK_FACTS, RANKS, TABLES, table_kind
 
@@ -135,6 +138,9 @@ def changed(table: dict[str, Any], **columns: Any) -> dict[str, Any]:
     return {name: values for name, values in {**table, **columns}.items() if values is not OPEN}
 
 
+RUN = to_plain(ScriptConfig(script="train.py", run="run-1"))
+
+
 @pytest.mark.parametrize(
     ("workload", "changes", "reason"),
     [
@@ -173,6 +179,57 @@ def changed(table: dict[str, Any], **columns: Any) -> dict[str, Any]:
         ("memory", {"tables": {"timeline": {"time_s": [0.0], "phase": ["x"], "anything": ["y"]}}}, "'anything'"),
         ("memory", {"tables": {"layers": {"layer": ["a"], "bytes": [1], "rank": ["x"]}}}, "column 'rank'"),
         ("memory", {"tables": {RANK_FACTS: {"rank": [0], "fact": ["tokens"], "value": ["x"], "unit": [""]}}}, "tokens"),
+        # Amounts that no measurement has
+        (
+            "run",
+            {"facts": facts_of(exposed_s=-5)},
+            "facts.exposed_s cannot be -5: it must be a number from 0 to 3155760000",
+        ),
+        ("mine:W", {"facts": facts_of(build_s=1e308)}, "facts.build_s cannot be 1e+308: it must be a number from 0"),
+        ("run", {"facts": facts_of(gradient_messages=-1)}, "facts.gradient_messages cannot be -1: it must be"),
+        ("memory", {"facts": facts_of(peak_allocated_bytes=-1)}, "facts.peak_allocated_bytes cannot be -1"),
+        ("memory", {"facts": facts_of(nccl_bytes=-1e200)}, "it must be a number from -1e+100 to 1e+100 (GPU memory"),
+        (
+            "mine:W",
+            {"samples": {"step": seconds([1, -1])}},
+            "samples.step.values cannot have -1.0: it must be a number from 0",
+        ),
+        ("mine:W", {"samples": {"step": seconds([1], warmups=(1e308,))}}, "samples.step.warmups cannot have 1e+308"),
+        ("mine:W", {"samples": {"x": Samples(unit="", values=(1e308,))}}, "samples.x.values cannot have 1e+308"),
+        ("mine:W", {"duration_s": -1.5}, "record.duration_s cannot be -1.5: it must be a number from 0 to"),
+        (
+            "mine:W",
+            {"environment": replace(ENVIRONMENT, cores=-2)},
+            "environment.cores cannot be -2: it must be a number",
+        ),
+        (
+            "run",
+            {"tables": {"waits": WAITS | {"time_s": [-0.1]}}},
+            "has -0.1 in row 1 of its column 'time_s'; it must be",
+        ),
+        ("run", {"tables": {"waits": WAITS | {"calls": [-1]}}}, "tables.waits has -1 in row 1 of its column 'calls'"),
+        (
+            "run",
+            {"tables": {"waits": WAITS | {"why": [3]}}},
+            "tables.waits has 3 in row 1 of its column 'why'; it must be text",
+        ),
+        (
+            "run",
+            {"tables": {"waits": WAITS | {"why": [[3]]}}},
+            "has a value of type list in row 1 of its column 'why'; it must be text",
+        ),
+        (
+            "mine:W",
+            {"tables": {RANKS: changed(RANK_TABLE, values=[[1.0], [-1.0]])}},
+            "has -1.0 in row 2 of its column 'values'",
+        ),
+        # The config by which ranks and windows of a run are joined
+        (
+            "run",
+            {"config": RUN | {"first_step": -7}},
+            "config.first_step: must be a whole number of at least 1, not -7",
+        ),
+        ("run", {"config": RUN | {"rank": 999_999_999}}, "config.rank: must be at most 0, not 999999999"),
         ("parallel", {"config": {"ranks": "two"}}, "config.ranks cannot be 'two': it must be a whole number"),
         ("train_step", {"config": {"model": {"d_model": None}}}, "config.model.d_model cannot be None"),
         ("parallel", {"config": {"ranks": 2, "sync": "flat"}}, "config.bucket_mib is missing"),
@@ -184,6 +241,8 @@ def test_a_wrong_type_is_one_sentence_with_file_and_line(
     store = Store(tmp_path / "r.jsonl")
     if "config" not in changes and workload == "parallel":
         changes = changes | {"config": {"ranks": 2, "sync": "flat", "bucket_mib": None}}
+    if "config" not in changes and workload == "run":
+        changes = changes | {"config": RUN}
     store.append(a_record())
     line = json.dumps(record_to_plain(a_record(workload=workload, **changes)))
     store.path.write_text(store.path.read_text() + line + "\n")
@@ -191,6 +250,20 @@ def test_a_wrong_type_is_one_sentence_with_file_and_line(
         store.read()
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_signed_quantities_may_be_negative():
+    """Differences of two readings or of two clocks, ratios, temperatures, and whatever a user's workload calls its own."""
+    host = {name: [0.0] for name in TABLES["profile"]["host"].columns} | {"phase": ["forward"], "lead_s": [-1e-6]}
+    record = a_record(
+        workload="profile",
+        config={"precision": "fp32"},
+        facts=facts_of(allocated_residual_bytes=-5, nccl_bytes=-1, temperature_c=-3.0, update_share=-0.1, loss=-1e200)
+        | {"gained_s": Fact(value=-1.0, unit="s")},
+        samples={"ratio": Samples(unit="ratio", values=(-1.0, 1e99)), "step": seconds([0.0])},
+        tables={"host": host},
+    )
+    assert record_from_plain(record_to_plain(record)) == record
 
 
 def test_a_table_in_its_own_file_is_checked_too(tmp_path: Path):

@@ -18,6 +18,7 @@ import trainstep.records.store as store_module
 from full_disk import largest_file
 from record_maker import a_record, seconds
 from trainstep.records import locked_file
+from trainstep.records.amounts import LONGEST_S
 from trainstep.records.record import FORMAT, Fact, Failure, Holder, record_to_plain
 from trainstep.records.store import Store, new_records_path
 
@@ -66,7 +67,7 @@ def test_every_field_of_a_record_comes_back(store):
     record = a_record(
         config={"nested": {"list": [1, [2.5, None, True], {}], "empty": []}, **{word: word for word in HOSTILE}},
         samples={
-            "step": seconds([0.1, 1e-300, 1.7976931348623157e308], warmups=(5.0,)),
+            "step": seconds([0.1, 5e-324, LONGEST_S], warmups=(5.0,)),
             **{w: seconds([1]) for w in HOSTILE},
         },
         facts={

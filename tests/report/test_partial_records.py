@@ -9,6 +9,7 @@ from op_records import op
 from run_records import a_full_run
 from sources import ROOT
 from trainstep.config.instruments import INSTRUMENTS
+from trainstep.records.amounts import limits_of
 from trainstep.records.record import Record, record_from_plain, record_to_plain
 from trainstep.records.store import Store
 from trainstep.report.answers import answers
@@ -93,11 +94,26 @@ def test_a_table_without_rows_is_reported(workload: str):
                 raise AssertionError(f"with {name} as {empty}: {error!r}") from error
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_a_time_of_zero_and_an_infinite_time_are_reported():
-    """A verdict over a step of zero seconds, and milliseconds beyond floating point."""
+@pytest.mark.parametrize("workload", list(INSTRUMENTS))
+def test_times_of_zero_and_the_longest_times_are_reported(workload: str):
+    """A longer time is refused, because sums of it overflow."""
+    plain = record_to_plain(fullest(workload))
+    for name, samples in plain["samples"].items():
+        for value, may_be_read in (
+            (0.0, True),
+            (5e-324, True),
+            (limits_of(samples["unit"]).largest, True),
+            (1e308, False),
+        ):
+            extreme = {**samples, "values": [value] * len(samples["values"])}
+            try:
+                was_read = report({**plain, "samples": {**plain["samples"], name: extreme}})
+            except Exception as error:
+                raise AssertionError(f"with {name} of {value}: {error!r}") from error
+            assert was_read == may_be_read
+
+
+def test_a_verdict_over_a_step_of_zero_seconds_is_reported():
     plain = record_to_plain(fullest("profile"))
     verdict = {**plain["tables"]["verdict"], "step_s": [0.0]}
     assert report({**plain, "tables": {**plain["tables"], "verdict": verdict}})
-    step = {**plain["samples"]["step"], "values": [1e308, 1e308]}
-    assert report({**plain, "samples": {**plain["samples"], "step": step}})

@@ -61,9 +61,9 @@ def test_a_cut_archive_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        (b"", "is no profiler trace"),
-        (b"hello", "is no profiler trace"),
-        (b"\x80\x04\x95", "is no profiler trace: byte 0 is no text"),
+        (b"", "is not a profiler trace"),
+        (b"hello", "is not a profiler trace"),
+        (b"\x80\x04\x95", "is not a profiler trace: byte 0 is not text"),
         (b'{"schemaVersion": 1}', "has no list traceEvents"),
         (b'{"traceEvents": []}', "the trace is empty.*trainstep profile --keep-trace"),
         (b'{"traceEvents": [{"ph": "M", "name": "process"}]}', "the trace is empty"),
@@ -195,7 +195,7 @@ def test_an_event_that_lacks_a_field_is_named_by_its_place(changes: dict[str, An
     prefix = text_of([STEP[0]])[:-2]
     text = text_of([STEP[0], {**STEP[1], **changes}])
     with pytest.raises(
-        ValueError, match=r"t\.json: is no profiler trace: an event before character [\d,]+ lacks a name"
+        ValueError, match=r"t\.json: is not a profiler trace: an event before character [\d,]+ lacks a name"
     ) as raised:
         parse_trace(text, "t.json")
     position = int(str(raised.value).split("character ")[1].split(" ")[0].replace(",", ""))

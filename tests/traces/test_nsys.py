@@ -118,7 +118,7 @@ def test_a_cut_file_is_refused(tmp_path: Path, length: float):
 
 
 def test_files_that_are_no_export_are_refused(tmp_path: Path):
-    for name, words in (("words.sqlite", "no SQLite file"), ("own.nsys-rep", "nsys's own format")):
+    for name, words in (("words.sqlite", "not an SQLite file"), ("own.nsys-rep", "nsys's own format")):
         (tmp_path / name).write_text("hello")
         assert is_report(tmp_path / name)
         with pytest.raises(ValueError, match=rf"{name}: is {words}; make one with: nsys export --type sqlite"):
@@ -127,7 +127,7 @@ def test_files_that_are_no_export_are_refused(tmp_path: Path):
         read_report(tmp_path / "absent.sqlite")
     sqlite3.connect(tmp_path / "another.db").execute("CREATE TABLE t (x)").connection.close()
     assert is_report(tmp_path / "another.db"), "a report is recognised by its first bytes"
-    with pytest.raises(ValueError, match="no export of nsys that is known here"):
+    with pytest.raises(ValueError, match="not an export of nsys that is known here"):
         read_report(tmp_path / "another.db")
     assert not is_report(EAGER)
 
@@ -166,10 +166,10 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
 @pytest.mark.parametrize(
     ("statements", "words"),
     [
-        (["DROP TABLE StringIds", f"CREATE VIEW StringIds AS {ENDLESS}"], "StringIds is no plain table"),
+        (["DROP TABLE StringIds", f"CREATE VIEW StringIds AS {ENDLESS}"], "StringIds is not a plain table"),
         (
             ["DROP TABLE TARGET_INFO_GPU", f"CREATE VIEW TARGET_INFO_GPU AS {ENDLESS} WHERE i < 0"],
-            "TARGET_INFO_GPU is no plain table",
+            "TARGET_INFO_GPU is not a plain table",
         ),
         (
             [

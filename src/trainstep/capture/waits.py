@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SYNCHRONIZES = "called a synchronizing CUDA operation"
+SYNCHRONIZES = "called a synchronizing CUDA operation"
 """The words of the warning of torch's sync debug mode (c10/cuda/CUDAFunctions.cpp)."""
 _NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(traceback.__file__).parent))
 _READS_VALUE = "a tensor's value is read by the host"
@@ -66,7 +66,7 @@ def cuda_waits() -> Iterator[list[Wait]]:
     def show(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
     ) -> None:
-        if _SYNCHRONIZES in str(message):
+        if SYNCHRONIZES in str(message):
             distinct[_here("the host waits for the GPU")] = None
         else:
             show_before(message, category, filename, lineno, file, line)
@@ -74,7 +74,7 @@ def cuda_waits() -> Iterator[list[Wait]]:
     places: list[Wait] = []
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=f".*{_SYNCHRONIZES}")
+        warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}")
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         show_before, warnings.showwarning = warnings.showwarning, show
         torch.cuda.set_sync_debug_mode("warn")

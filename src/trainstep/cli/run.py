@@ -1,6 +1,7 @@
 """`trainstep run`: run a user's training script, unchanged, and show where the time of its steps goes."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 _WITH_VALUES = ("--out", "--page", "--inspect-every", "--tensorboard", "--trackio", "--apply", "--stop-after", "--turn")
 """Options of `run` that a value follows. The first word that is none of these, no value and no switch begins the script's words."""
+_PYTHONS = re.compile(r"-[bBdEiIOPsSuvWxX]\S*|-|-c\S*")
+"""Words that python takes before a script: a short option with its value, code, or `-` for a script on standard input."""
 _QUIET_KINETO = "6"
 """Above all levels of torch's profiler, which prints its starts and stops (USDT, level 5) into the script's output."""
 _NO_TORCH = "the script never imported torch, so there is no step to time"
@@ -53,9 +56,19 @@ def split_words(words: Sequence[str]) -> list[str]:
     """The words of `trainstep run`, with `--` before those of the script: they are not ours, whatever they look like."""
     place = 1
     while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "--"):
+        if _PYTHONS.fullmatch(words[place]):
+            raise ValueError(_pythons_words(*words[place : place + 2]))
         place += 2 if words[place] in _WITH_VALUES else 1
     ours, script = list(words[:place]), list(words[place:])
     return ours if not script else [*ours, *script] if script[0] == "--" else [*ours, "--", *script]
+
+
+def _pythons_words(word: str, following: str = "") -> str:
+    """What to do instead of giving a word of python to `trainstep run`."""
+    if word == "-" or word.startswith("-c"):
+        return f"script: {word} gives python code that is in no file; write it into a file: trainstep run train.py"
+    option = f"{word} {following}" if word in ("-W", "-X") else word
+    return f"script: {option} is an option of python and belongs before -m: python {option} -m trainstep run train.py"
 
 
 def run(

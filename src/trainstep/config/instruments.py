@@ -62,6 +62,9 @@ class Instrument:
     """Says in words what was run; by default a report gives the number of cells."""
     own_words: frozenset[str] = frozenset()
     """Which of `peak`, `ratios`, `spread` and `times` its own tables explain, so that common notes and tables leave them out."""
+    identity: bool = False
+    """Whether records are joined by their config. It is checked as a user's is when a record is read, which configs of other
+    workloads are not: their rules change, and records from before must stay readable."""
     ranks_apart: bool = False
     """Whether the ranks of a cell send each other nothing: each does the same work by itself."""
 
@@ -241,6 +244,7 @@ _ROWS = (
         sections=("trainstep.report.run.page:run_sections",),
         summary="trainstep.report.run.answer:run_words",
         own_words=frozenset({"peak", "ratios", "spread"}),
+        identity=True,
     ),
 )
 INSTRUMENTS: Mapping[str, Instrument] = {instrument.name: instrument for instrument in _ROWS}

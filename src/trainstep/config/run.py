@@ -200,7 +200,7 @@ class RunConfig:
             )
         self._check_narrow_blocks()
         keeps_attention = self.recompute in ("selective", "narrow") or self.recompute_budget_gib is not None
-        unknown_to_torch = {"flex": "compiles itself", "flash_attn_4": "is no operator of torch's"}
+        unknown_to_torch = {"flex": "compiles itself", "flash_attn_4": "is not an operator of torch's"}
         if keeps_attention and self.attention in unknown_to_torch and isinstance(self.model, ModelConfig):
             raise ValueError(
                 f"attention: {self.attention} {unknown_to_torch[self.attention]}, so that recompute selective, narrow and a "
@@ -280,7 +280,7 @@ class RunConfig:
         if self.compile == "model" or (self.compile == "block" and all_recompute):
             where = " where every block recomputes" if all_recompute else ""
             raise ValueError(
-                f"compile: flash_attn_4 is no operator of torch's, so that compile {self.compile}{where} would compile "
+                f"compile: flash_attn_4 is not an operator of torch's, so that compile {self.compile}{where} would compile "
                 f"nothing; take another attention, or compile {'none' if all_recompute else 'block or none'}"
             )
 

@@ -83,7 +83,7 @@ _STATE = frozenset((Part.OPTIMIZER_STATE,))
 _ALL = frozenset(Part)
 
 STRATEGIES = (
-    Strategy(name=YARDSTICK, meaning="each rank trains for itself, the yardstick", updates_in_parts=True),
+    Strategy(name=YARDSTICK, meaning="each rank trains alone, the baseline", updates_in_parts=True),
     Strategy(
         name="naive",
         meaning="gradients averaged (DDP)",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.reading import check_regular
+from trainstep.records.amounts import limits_of
 from trainstep.records.facts import is_number
 from trainstep.records.whole_file import whole_file
 
@@ -37,7 +38,7 @@ class Benchmarks:
 
 
 def read_benchmarks(path: Path) -> Benchmarks:
-    """The benchmarks of a file. ValueError, in a sentence, if it is missing, is other JSON, or has a time of 0."""
+    """The benchmarks of a file. ValueError, in a sentence, if it is missing, is other JSON, or has an impossible time."""
     check_regular(path)
     try:
         plain = json.loads(path.read_bytes())
@@ -55,6 +56,8 @@ def read_benchmarks(path: Path) -> Benchmarks:
     for name, times in ((name, (seconds[name], *rounds[name])) for name in seconds):
         if not all(is_number(value) and value > 0 for value in times):
             raise ValueError(f"{path}: {name} has times that are not above 0")
+        if (place := limits_of("s").first_outside(times)) is not None:
+            raise ValueError(f"{path}: {name} has a time of {times[place]:g} s, but times must be at most a century")
     if environment is not None and not isinstance(environment, dict):
         raise ValueError(f"{path}: its environment is not a mapping")
     machine = {key: machine[key] for key in _MACHINE if key in machine}

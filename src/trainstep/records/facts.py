@@ -6,7 +6,8 @@ Facts are checked against these declarations when a record is read. A user's wor
 unchanged.
 
 A declared type is `int`, `float` (which accepts whole numbers too), `str`, `bool`, `object` (anything), a union of them with
-`None`, or `list[float]`. Numbers are finite. records/tables.py declares columns with the same types.
+`None`, or `list[float]`. Numbers are finite, and what has a unit is within the limits of records/amounts.py. records/tables.py
+declares columns with the same types.
 """
 
 import functools
@@ -15,7 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args, get_origin
 
+from trainstep.records.amounts import limits_of
+
 _LARGEST = sys.float_info.max
+_LONGEST_WHOLE = 10**20
+"""Python refuses to write a whole number of thousands of digits, and nobody would read it."""
 _TYPE_WORDS = {
     int: "a whole number",
     float: "a finite number",
@@ -38,11 +43,12 @@ class Fact:
 
 
 class FactKind(NamedTuple):
-    """The declaration of a fact."""
+    """The declaration of a fact. `signed`: it may be negative although its unit is not, as a difference of two readings."""
 
     unit: str
     type: Any
     meaning: str
+    signed: bool = False
 
 
 IN_EVERY_ROW: Mapping[str, FactKind] = {
@@ -79,8 +85,10 @@ IN_EVERY_ROW: Mapping[str, FactKind] = {
     "launch_bound": FactKind("", bool, "the device waited for the host"),
     "power_w": FactKind("W", float, "the GPU's power right after timed work"),
     "throttle_reasons": FactKind("", str, "why the GPU's clock was lowered, read after timed work"),
-    "peak_bytes": FactKind("bytes", float, "the most allocated during a pass, beyond what was allocated before"),
-    "held_bytes": FactKind("bytes", float, "bytes that forward leaves allocated"),
+    "peak_bytes": FactKind(
+        "bytes", float, "the most allocated during a pass, beyond what was allocated before", signed=True
+    ),
+    "held_bytes": FactKind("bytes", float, "bytes that forward leaves allocated", signed=True),
     "error_output": FactKind("ratio", float, "max |x - ref| / max |ref| of the output"),
     "error_dq": FactKind("ratio", float, "max |x - ref| / max |ref| of the queries' gradient"),
     "error_dk": FactKind("ratio", float, "max |x - ref| / max |ref| of the keys' gradient"),
@@ -122,8 +130,8 @@ FACTS: Mapping[str, FactKind] = {
     "trace_file": FactKind("", str, "file with the trace of one step"),
     "trace_split": FactKind("", str, "how a trace that marks no steps was split into steps"),
     # Several ranks
-    "context_bytes": FactKind("bytes", float, "GPU memory of the CUDA context, by the driver"),
-    "nccl_bytes": FactKind("bytes", float, "GPU memory that the driver gave while the ranks connected"),
+    "context_bytes": FactKind("bytes", float, "GPU memory of the CUDA context, by the driver", signed=True),
+    "nccl_bytes": FactKind("bytes", float, "GPU memory that the driver gave while the ranks connected", signed=True),
     "gpu_other_processes": FactKind(
         "count", int, "processes of others on the GPU; with several ranks, the most on any rank's GPU"
     ),
@@ -144,11 +152,11 @@ FACTS: Mapping[str, FactKind] = {
     "peak_requested_bytes": FactKind("bytes", float, "the most that tensors requested, by the allocator"),
     "timeline_peak_bytes": FactKind("bytes", float, "the most that tensors requested, by the history of allocations"),
     "timeline_peak_phase": FactKind("", str, "phase of the peak by the history of allocations"),
-    "kernels_bytes": FactKind("bytes", float, "GPU memory that the driver gave for loaded kernels"),
+    "kernels_bytes": FactKind("bytes", float, "GPU memory that the driver gave for loaded kernels", signed=True),
     "allocated_residual_share": FactKind("ratio", float, "share of allocated memory without a category"),
-    "allocated_residual_bytes": FactKind("bytes", float, "allocated bytes without a category"),
+    "allocated_residual_bytes": FactKind("bytes", float, "allocated bytes without a category", signed=True),
     "driver_residual_share": FactKind("ratio", float, "share of the driver's figure that is unexplained"),
-    "driver_residual_bytes": FactKind("bytes", float, "bytes of the driver's figure that are unexplained"),
+    "driver_residual_bytes": FactKind("bytes", float, "bytes of the driver's figure that are unexplained", signed=True),
     "parameter_bytes_each": FactKind("bytes", float, "bytes of weights per parameter"),
     "gradient_bytes_each": FactKind("bytes", float, "bytes of gradients per parameter"),
     "optimizer_state_bytes_each": FactKind("bytes", float, "bytes of optimizer state per parameter"),
@@ -156,7 +164,7 @@ FACTS: Mapping[str, FactKind] = {
     "residual_stream": FactKind("", str, "how residual_stream_bytes is computed"),
     "history_full": FactKind("", bool, "the beginning of the allocation history is lost"),
     "process_group": FactKind("", str, "backend of a process group that the model opened, or none"),
-    "process_data_bytes": FactKind("bytes", float, "data memory of a CPU's process at the peak"),
+    "process_data_bytes": FactKind("bytes", float, "data memory of a CPU's process at the peak", signed=True),
     "snapshot": FactKind("", str, "file with the history of allocations"),
     "fit_of": FactKind("", str, "the field whose largest fitting value was searched for"),
     "memory_limit_bytes": FactKind("bytes", float, "memory limit of the cell's process"),
@@ -315,9 +323,13 @@ def facts_of(**values: Any) -> dict[str, Fact]:
 def wrong_fact(name: str, value: Any) -> str | None:
     """Why this cannot be the value of that fact, or None. A fact that is not declared may have any value."""
     kind = FACTS.get(name)
-    if kind is None or is_a(value, kind.type):
+    if kind is None:
         return None
-    return f"cannot be {value_words(value)}: it must be {type_words(kind.type)} ({kind.meaning})"
+    if not is_a(value, kind.type):
+        return f"cannot be {value_words(value)}: it must be {type_words(kind.type)} ({kind.meaning})"
+    if kind.unit and not (limits := limits_of(kind.unit, signed=kind.signed)).allow(value):
+        return f"cannot be {value_words(value)}: it must be {limits} ({kind.meaning})"
+    return None
 
 
 def is_number(value: Any) -> bool:
@@ -362,10 +374,12 @@ def type_words(kind: Any) -> str:
 
 
 def value_words(value: Any) -> str:
-    """The value if it is short, else its type."""
-    if isinstance(value, str | float | bool | None) and len(ascii(value)) < 80:
+    """The value if it is short, else its type: `'x'`, `a value of type list`."""
+    is_short = abs(value) < _LONGEST_WHOLE if isinstance(value, int) else len(ascii(value)) < 80
+    if isinstance(value, str | int | float | None) and is_short:
         return repr(value)
-    return f"of type {'mapping' if isinstance(value, Mapping) else type(value).__name__}"
+    names = {"tuple": "list", "mappingproxy": "mapping", "dict": "mapping"}  # a record's lists and mappings are frozen
+    return f"a value of type {names.get(type(value).__name__, type(value).__name__)}"
 
 
 @functools.cache

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.reading import check_regular
-from trainstep.records.facts import is_number
+from trainstep.records.amounts import limits_of
+from trainstep.records.facts import is_number, value_words
 from trainstep.records.locked_file import locked_file
 from trainstep.records.sequential import Block
 
@@ -136,10 +137,12 @@ class GateFile:
         lines = [_parsed(line, f"{self.path}: line {number}") for number, line in enumerate(whole.splitlines(), 1)]
         try:
             plan = _plan(lines[0]["plan"])
-            runs = [_run(line["run"]) for line in lines[1:] if "run" in line]
+            runs = [_run(line["run"], number) for number, line in enumerate(lines[1:], 2) if "run" in line]
             endings = [_ending(line["ending"]) for line in lines[1:] if "ending" in line]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{self.path}: is not the file of a gate: {error}") from None
+        if any(run.seconds.keys() != runs[0].seconds.keys() for run in runs):
+            raise ValueError(f"{self.path}: is not the file of a gate: its runs have different cells")
         return plan, runs, endings[-1] if endings else None
 
     def add(self, run: Run) -> None:
@@ -220,15 +223,17 @@ def _plan(plain: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def _run(plain: Mapping[str, Any]) -> Run:
+def _run(plain: Mapping[str, Any], line: int) -> Run:
     run = Run(**plain)
-    times = (run.used_s, run.wall_s, run.cpu_s, *run.seconds.values())
-    if (
-        run.side not in SIDES
-        or not all(is_number(value) and value >= 0 for value in times)
-        or not all(run.seconds.values())
-    ):
-        raise ValueError("a run has values that are no times")
+    if run.side not in SIDES or type(run.block) is not int:
+        raise ValueError(f"line {line}: a run has no side or no block")
+    limits = limits_of("s")
+    times = {"used_s": run.used_s, "wall_s": run.wall_s, "cpu_s": run.cpu_s}
+    for name, value in (times | {f"seconds of {cell}": value for cell, value in run.seconds.items()}).items():
+        if not is_number(value) or not limits.allow(value):
+            raise ValueError(f"line {line}: {name} cannot be {value_words(value)}: it must be {limits}")
+    if not all(run.seconds.values()):
+        raise ValueError(f"line {line}: a cell took no time at all")
     return run
 
 

@@ -14,7 +14,8 @@ from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, get_args
 
 from trainstep.config.instruments import INSTRUMENTS
-from trainstep.config.parsing import flat_form
+from trainstep.config.parsing import flat_form, from_plain
+from trainstep.records.amounts import Limits, limits_of, unit_in_name
 from trainstep.records.facts import Fact as Fact
 from trainstep.records.facts import is_a, is_number, is_type, type_words, value_words, wrong_fact
 from trainstep.records.tables import wrong_table
@@ -176,7 +177,14 @@ def record_from_plain(plain: Mapping[str, Any]) -> Record:
 def _samples(plain: Mapping[str, Any], name: str) -> Samples:
     if not all(is_number(value) for value in (*plain["values"], *plain["warmups"])):
         raise ValueError(f"not a record: its samples of {name} are not all numbers")
-    return _build(Samples, plain, f"samples.{name}")
+    samples = _build(Samples, plain, f"samples.{name}")
+    limits = limits_of(samples.unit)
+    for part, values in (("values", samples.values), ("warmups", samples.warmups)):
+        if (place := limits.first_outside(values)) is not None:
+            raise ValueError(
+                f"not a record: samples.{name}.{part} cannot have {value_words(values[place])}: it must be {limits}"
+            )
+    return samples
 
 
 def _fact(plain: Mapping[str, Any], name: str) -> Fact:
@@ -213,6 +221,17 @@ def _check_declared(record: Record) -> None:
         for name in instrument.always.get(part, ()):
             if name not in values or (part == "samples" and not values[name].values):
                 raise ValueError(f"not a record: {part}.{name} is missing")
+    if instrument.identity:
+        _check_identity(record.config, instrument.config)
+
+
+def _check_identity(config: Mapping[str, Any], kind: Any) -> None:
+    """ValueError for values that the config's class refuses; fields that only a newer trainstep knows are left out."""
+    known = flat_form(kind)
+    try:
+        from_plain(kind, {name: value for name, value in config.items() if name in known})
+    except ValueError as error:
+        raise ValueError(f"not a record: config.{error}") from None
 
 
 def _build(kind: Callable[..., Kind], plain: Mapping[str, Any], where: str) -> Kind:
@@ -221,6 +240,9 @@ def _build(kind: Callable[..., Kind], plain: Mapping[str, Any], where: str) -> K
         raise ValueError(f"not a record: its {where} is not a mapping")
     if (wrong := _wrong_field(plain, kind)) is not None:
         raise ValueError(f"not a record: {where}.{wrong}")
+    for name, limits in _amounts(kind):
+        if not limits.allow(plain.get(name)):
+            raise ValueError(f"not a record: {where}.{name} cannot be {value_words(plain[name])}: it must be {limits}")
     return kind(**plain)
 
 
@@ -247,6 +269,13 @@ def _declared_fields(kind: Callable[..., Any]) -> dict[str, tuple[Any, tuple[Any
         if classes or is_type(hint):
             fields[name] = (hint, classes)
     return fields
+
+
+@functools.cache
+def _amounts(kind: Callable[..., Any]) -> tuple[tuple[str, Limits], ...]:
+    """The fields whose names have a unit, with its limits."""
+    units = {name: unit_in_name(name) for name in _declared_fields(kind)}
+    return tuple((name, limits_of(unit)) for name, unit in units.items() if unit)
 
 
 _SINGLE = (str, int, float, type(None))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainstep.records.amounts import limits_of, unit_in_name
 from trainstep.records.facts import first_wrong, type_words, value_words, wrong_fact
 
 RANKS = "ranks"
@@ -19,13 +20,15 @@ class TableKind:
     """The declaration of a table. A stored table without columns has no rows.
 
     `rows`: what a row is. `columns`: column -> type (records/facts.py). `optional`: columns that only some records have. `others`:
-    type of every further column, where the names are an open set.
+    type of every further column, where the names are an open set. `signed`: columns that may be negative although the unit in their
+    name is not, as the difference of two readings or of two clocks.
     """
 
     rows: str
     columns: Mapping[str, Any]
     optional: Mapping[str, Any] = field(default_factory=dict)
     others: Any = object
+    signed: Sequence[str] = ()
 
 
 _RANKS = TableKind(
@@ -52,6 +55,7 @@ _PARALLEL = {
     "memory_points": TableKind(
         rows="a rank, point of a step and line of the ledger",
         columns={"rank": int, "point": str, "line": str, "bytes": int, "expected_bytes": int | None},
+        signed=("bytes",),
     ),
     "communication": TableKind(
         rows="a rank: its times of communication in a step",
@@ -62,6 +66,7 @@ _PARALLEL = {
         rows="a message of rank 0, in order of launch; times count from the beginning of the step",
         columns={"name": str, "phase": str, "bytes": int | None, "launched_s": float, "started_s": float}
         | {"finished_s": float, "waiting_s": float | None, "hidden_s": float, "exposed_s": float},
+        signed=("launched_s", "started_s", "finished_s"),
     ),
 }
 _COLLECTIVE = {
@@ -117,6 +122,7 @@ _PROFILE = {
         columns={"phase": str}
         | dict.fromkeys(("host_s", "device_s", "idle_s", "launch_s", "lead_s", "blocked_s"), float)
         | dict.fromkeys(("launches", "allocations", "allocation_s", "queue_full", "queue_full_s"), float),
+        signed=("lead_s",),
     ),
     "outliers": TableKind(
         rows="a span of a step that stands out",
@@ -140,6 +146,7 @@ _PROFILE = {
         rows="what the host did between backward and optimizer",
         columns={"kind": str}
         | dict.fromkeys(("gap_s", "blocked_s", "allocation_s", "behind_s", "queue_full_s"), float),
+        signed=("gap_s",),
     ),
 }
 _NUMERICS = {
@@ -283,25 +290,40 @@ def wrong_table(workload: str, name: str, table: Any) -> str | None:
     for column, type_ in kind.columns.items():
         if column not in table:
             return f"has no column {column!r}"
-        if (wrong := _wrong_column(column, table[column], type_)) is not None:
+        if (wrong := _wrong_column(column, table[column], type_, signed=column in kind.signed)) is not None:
             return wrong
     for column in table.keys() - kind.columns.keys():
-        if (wrong := _wrong_column(column, table[column], kind.optional.get(column, kind.others))) is not None:
+        type_ = kind.optional.get(column, kind.others)
+        if (wrong := _wrong_column(column, table[column], type_, signed=column in kind.signed)) is not None:
             return wrong
     lengths = {column: len(values) for column, values in table.items()}
     if len(set(lengths.values())) > 1:
         shortest, longest = (choose(lengths, key=lambda column: lengths[column]) for choose in (min, max))
         return f"has {lengths[shortest]} values of {shortest!r} beside {lengths[longest]} of {longest!r}"
+    if name == RANKS:
+        return _wrong_rank_values(table)
     return _wrong_rank_fact(table) if name == RANK_FACTS else None
 
 
-def _wrong_column(column: str, values: Sequence[Any], type_: Any) -> str | None:
+def _wrong_column(column: str, values: Sequence[Any], type_: Any, *, signed: bool) -> str | None:
     if isinstance(values, str):
         return f"has no list in its column {column!r}"
-    row = first_wrong(values, type_)
+    row, wanted = first_wrong(values, type_), type_words(type_)
+    if row is None and type_ is not object and (unit := unit_in_name(column)):
+        limits = limits_of(unit, signed=signed)
+        row, wanted = limits.first_outside(values), str(limits)
     if row is None:
         return None
-    return f"has {value_words(values[row])} in row {row + 1} of its column {column!r}; it must be {type_words(type_)}"
+    return f"has {value_words(values[row])} in row {row + 1} of its column {column!r}; it must be {wanted}"
+
+
+def _wrong_rank_values(table: Mapping[str, Sequence[Any]]) -> str | None:
+    """The ranks' raw values are samples, each row in the unit of its column `unit`."""
+    for row, (unit, values) in enumerate(zip(table["unit"], table["values"], strict=True), 1):
+        limits = limits_of(unit)
+        if (place := limits.first_outside(values)) is not None:
+            return f"has {value_words(values[place])} in row {row} of its column 'values'; it must be {limits}"
+    return None
 
 
 def _wrong_rank_fact(table: Mapping[str, Sequence[Any]]) -> str | None:

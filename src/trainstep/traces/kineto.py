@@ -102,12 +102,14 @@ class Trace:
 def read_trace(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> Trace:
     """The trace in a .json or .json.gz file of at most `largest_bytes`, unpacked.
 
-    ValueError of one sentence if the file is no trace, is cut off or holds no event.
+    ValueError of one sentence if the file is not a trace, is cut off or holds no event.
     """
     try:
         text = read_file(path, largest_bytes=largest_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is no profiler trace: byte {error.start:,} is no text; {_HOW_TO_RECORD}") from None
+        raise ValueError(
+            f"{path}: is not a profiler trace: byte {error.start:,} is not text; {_HOW_TO_RECORD}"
+        ) from None
     return parse_trace(text, str(path))
 
 
@@ -128,7 +130,7 @@ def parse_trace(text: str, where: str) -> Trace:
     """The trace in this text; `where` names it in errors."""
     start = _LIST.search(text)
     if start is None:
-        raise ValueError(f"{where}: is no profiler trace: it has no list traceEvents; {_HOW_TO_RECORD}")
+        raise ValueError(f"{where}: is not a profiler trace: it has no list traceEvents; {_HOW_TO_RECORD}")
     end_of_events = [start.end()]
     activities: list[Activity] = []
     calls: list[Call] = []
@@ -147,8 +149,8 @@ def parse_trace(text: str, where: str) -> Trace:
                 ranges.append(_range(event, category == "user_annotation", names))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise ValueError(
-                f"{where}: is no profiler trace: an event before character {end_of_events[0]:,} lacks a name or times that can be "
-                "read; record it again"
+                f"{where}: is not a profiler trace: an event before character {end_of_events[0]:,} lacks a name or times that "
+                "can be read; record it again"
             ) from None
     if not activities and not ranges:
         raise ValueError(f"{where}: the trace is empty: it holds no op and no kernel; {_HOW_TO_RECORD}")

@@ -48,10 +48,10 @@ def is_report(path: Path) -> bool:
 
 
 def read_report(path: Path) -> Trace:
-    """The trace in an SQLite export. ValueError of one sentence if the file is no export, is cut off or holds no kernel."""
+    """The trace in an SQLite export. ValueError of one sentence if the file is not an export, is cut off or holds no kernel."""
     check_regular(path)
     if not _begins_as_sqlite(path):
-        what = "nsys's own format" if path.suffix in _OWN_FORMATS else "no SQLite file"
+        what = "nsys's own format" if path.suffix in _OWN_FORMATS else "not an SQLite file"
         raise ValueError(f"{path}: is {what}; {_HOW_TO_EXPORT}")
     try:
         # immutable: SQLite then neither looks for a journal beside the file nor writes one.
@@ -62,11 +62,11 @@ def read_report(path: Path) -> Trace:
             _check_whole(database, path)
             return _trace(database, str(path))
     except sqlite3.OperationalError as error:
-        raise ValueError(f"{path}: is no export of nsys that is known here ({error}); {_HOW_TO_EXPORT}") from None
+        raise ValueError(f"{path}: is not an export of nsys that is known here ({error}); {_HOW_TO_EXPORT}") from None
     except sqlite3.Error as error:
         raise ValueError(f"{path}: the SQLite file is cut off or damaged ({error}); export it again") from None
     except (TypeError, OverflowError):
-        raise ValueError(f"{path}: is no export of nsys: an event has no time or no number") from None
+        raise ValueError(f"{path}: is not an export of nsys: an event has no time or no number") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +194,7 @@ def _has_table(database: sqlite3.Connection, name: str) -> bool:
     """Whether the export has this table. OperationalError for a view or a virtual table, whose computed rows may never end."""
     statements = [sql for (sql,) in database.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,))]
     if not all(isinstance(sql, str) and sql.startswith("CREATE TABLE ") for sql in statements):
-        raise sqlite3.OperationalError(f"{name} is no plain table")
+        raise sqlite3.OperationalError(f"{name} is not a plain table")
     return bool(statements)
 
 

@@ -3,12 +3,13 @@
 Sums are exact: a table's row `rest` has what its other rows leave out.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.run import Phase
 from trainstep.costs.attention import matmuls_bytes, matmuls_flops, softmax_bytes, softmax_flops
+from trainstep.grouping import grouped
 from trainstep.traces.attribution import OUTSIDE
 from trainstep.traces.kernel_classes import CLASSES, IDLE, MATMUL, inductor_ops
 from trainstep.traces.work import TraceWork, Work
@@ -41,7 +42,7 @@ def kernels_table(work: TraceWork, kept: int = KERNELS_KEPT) -> Columns:
     """
     rows = []
     for phase in phases_of(work.pieces):
-        groups = _grouped(_in_phase(work.pieces, phase), lambda piece: (piece.kind, piece.place.span, piece.name))
+        groups = grouped(_in_phase(work.pieces, phase), lambda piece: (piece.kind, piece.place.span, piece.name))
         ordered = sorted(groups.items(), key=lambda item: -_sum_ns(item[1]))
         rows += [_kernel_row(work, phase, key, pieces) for key, pieces in ordered[:kept]]
         rest = [piece for _, pieces in ordered[kept:] for piece in pieces]
@@ -73,7 +74,7 @@ def classes_table(work: TraceWork) -> Columns:
     last_phase = max(work.pieces, key=lambda piece: piece.start_ns).place.phase
     for phase in phases_of(work.pieces):
         pieces = _in_phase(work.pieces, phase)
-        groups = _grouped(pieces, lambda piece: piece.kind)
+        groups = grouped(pieces, lambda piece: piece.kind)
         total_ns = _sum_ns(pieces)
         rows += [_row(work, phase, {"class": kind}, groups[kind], total_ns) for kind in CLASSES if kind in groups]
         if not work.on_device:
@@ -92,7 +93,7 @@ def spans_table(work: TraceWork) -> Columns:
     rows = []
     for phase in phases_of(work.pieces):
         phase_pieces = _in_phase(work.pieces, phase)
-        groups, total_ns = _grouped(phase_pieces, lambda piece: piece.place.span), _sum_ns(phase_pieces)
+        groups, total_ns = grouped(phase_pieces, lambda piece: piece.place.span), _sum_ns(phase_pieces)
         ordered = sorted(groups.items(), key=lambda item: -_sum_ns(item[1]))
         rows += [_row(work, phase, {"span": span or "(no span)"}, pieces, total_ns) for span, pieces in ordered]
     return columns_of(rows)
@@ -103,11 +104,10 @@ def layers_table(work: TraceWork) -> Columns:
     rows = []
     for phase in phases_of(work.pieces):
         phase_pieces = _in_phase(work.pieces, phase)
-        groups = _grouped(
-            [piece for piece in phase_pieces if piece.place.layer is not None], lambda piece: piece.place.layer
-        )
+        groups = grouped(phase_pieces, lambda piece: piece.place.layer)
+        layers = sorted(layer for layer in groups if layer is not None)
         total_ns = _sum_ns(phase_pieces)
-        rows += [_row(work, phase, {"layer": layer}, groups[layer], total_ns) for layer in sorted(groups)]
+        rows += [_row(work, phase, {"layer": layer}, groups[layer], total_ns) for layer in layers]
     return columns_of(rows)
 
 
@@ -209,13 +209,6 @@ def _row(work: TraceWork, phase: str, key: Mapping[str, Any], pieces: Sequence[W
         "time_s": time_ns / 1e9 / steps,
         "share": time_ns / total_ns if total_ns else 0.0,
     }
-
-
-def _grouped(pieces: Sequence[Work], key: Callable[[Work], Any]) -> dict[Any, list[Work]]:
-    groups: dict[Hashable, list[Work]] = {}
-    for piece in pieces:
-        groups.setdefault(key(piece), []).append(piece)
-    return groups
 
 
 def _in_phase(pieces: Sequence[Work], phase: str) -> list[Work]:

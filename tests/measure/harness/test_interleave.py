@@ -169,6 +169,13 @@ def test_few_steps_and_shared_workers_have_one_process(log: Path):
         assert [len(record.samples["step"].values) for record in records] == [int(records[0].config["steps"])] * 2
 
 
+def test_variants_that_all_fail_as_they_finish_a_set_end_the_run(log: Path):
+    """Nothing is left for the second set."""
+    records = run(variants(log, "a", "b", act="raise", where="finish", steps=4), processes=2)
+    assert [record.failure is not None and record.failure.kind for record in records] == ["crash", "crash"]
+    assert calls_of(log, "prepare") == ["a", "b"]
+
+
 def test_processes_of_a_gpu_prepare_at_the_same_time_after_the_first_set(log: Path):
     """Each waits for the other in the second set, so that one after the other would fail."""
     names, meets = ("a", "b"), {"act": "meet", "where": "prepare", "steps": 6, "folder": str(log) + ".met"}

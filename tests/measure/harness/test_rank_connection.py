@@ -61,7 +61,7 @@ def test_all_ranks_have_one_record():
     assert record.samples["clock"].values == (100.0,)  # rank 0's
     assert record.samples["only_rank_0"].values == (1.0,)
     assert record.tables["own"] == {"rank": (0,)}
-    assert rank_values(record, "step") == {0: (0, 1, 2, 3), 1: (1, 0, 3, 2), 2: (2, -1, 4, 1)}
+    assert rank_values(record, "step") == {0: (0, 1, 2, 3), 1: (1, 0, 3, 2), 2: (2, 1, 4, 1)}
     assert rank_values(record, "clock") == {0: (100,), 1: (101,), 2: (102,)}
     assert rank_values(record, "only_rank_0") == {}
     launch_facts = {name: record.fact(name) for name in ("rank", "local_rank", "world_size", "master_addr")}

@@ -124,6 +124,46 @@ def test_wrong_options_are_refused_before_training(options: dict[str, Any], word
         pytest.fail("the block ran")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "sentence"),
+    [
+        ((3,), {}, "model: must be a torch.nn.Module or several, not of type int"),
+        (("model",), {}, "model: must be a torch.nn.Module or several, not of type str"),
+        (([torch.nn.Identity(), None],), {}, "model: must be a torch.nn.Module or several, not of type NoneType"),
+        ((None, torch.nn.Identity()), {}, "optimizer: must be an optimizer or several, not of type Identity"),
+        ((), {"page": 3}, "page: must be a path, True or False, not 3 of type int"),
+        ((), {"page": None}, "page: must be a path, True or False, not None of type NoneType"),
+        ((), {"out": 3}, "out: must be a path, not 3 of type int"),
+        ((), {"name": 3}, "name: must be text, not 3 of type int"),
+        (
+            (),
+            {"inspect_every": "often"},
+            "inspect_every: must be a whole number of steps, or None, not 'often' of type str",
+        ),
+        ((), {"inspect_every": True}, "inspect_every: must be a whole number of steps, or None, not True of type bool"),
+        ((), {"tensorboard": 3}, "tensorboard: must be the path of a folder, not 3 of type int"),
+        ((), {"trackio": 3}, "trackio: must be the name of a project, not 3 of type int"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(
+    arguments: tuple[Any, ...], options: dict[str, Any], sentence: str, tmp_path: Path
+):
+    options = {"quiet": True, "out": tmp_path / "r.jsonl", **options}
+    with pytest.raises(TypeError) as refused, trainstep.watch(*arguments, **options):
+        pytest.fail("the block ran")
+    assert str(refused.value) == sentence
+
+
+def test_several_modules_and_an_optimizer_that_is_not_of_torch_are_taken(tmp_path: Path):
+    modules = (torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = types.SimpleNamespace(step=lambda: None)
+    with trainstep.watch(modules, optimizer, out=tmp_path / "r.jsonl", page=False, quiet=True) as watched:
+        for _ in range(4):
+            sum(module(torch.randn(4, 8)).sum() for module in modules).backward()
+            watched.step()
+    assert watched.steps == 4
+
+
 def test_a_block_inside_a_watch_is_refused(tmp_path: Path):
     with (
         trainstep.watch(out=tmp_path / "r.jsonl", quiet=True, page=False),

@@ -122,6 +122,29 @@ def test_processes_of_a_script_start(method: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (b"x = '\xe9'\n", "line 1: the byte 0xe9 is not utf-8"),
+        (b"x = 1\n\n\ny = '\xe9'\n", "line 4: the byte 0xe9 is not utf-8"),
+        (b"# coding: ascii\n\ny = '\xe9'\n", "line 3: the byte 0xe9 is not ascii"),
+        (b"\xef\xbb\xbfx = 1\ny = '\xe9'\n", "line 2: the byte 0xe9 is not utf-8"),
+        (b"#!/usr/bin/python\n# coding: foo\ny = '\xe9'\n", "line 2: unknown encoding: foo"),
+        (b"# coding: rot13\nx = 1\n", "line 1: 'rot13' is not a text encoding"),
+        (b"\xef\xbb\xbf# coding: latin-1\nx = 1\n", "line 1: encoding problem: utf-8"),
+    ],
+)
+def test_a_script_that_cannot_be_decoded_is_told_its_line(source: bytes, words: str, tmp_path: Path):
+    """Python too runs none of these, and names what is wrong in much the same words."""
+    path = tmp_path / "train.py"
+    path.write_bytes(source)
+    assert subprocess.run([sys.executable, path], capture_output=True, check=False).returncode == 1
+    with pytest.raises(ValueError, match=r"train\.py, line \d+: ") as refused:
+        find_script([str(path)])
+    assert words in str(refused.value)
+    assert "# -*- coding: latin-1 -*-" in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ([], "name a script"),

@@ -13,8 +13,6 @@ from trainstep.config.plan import planned_ranks
 from trainstep.costs.strategies import YARDSTICK
 
 _SEARCH = Group("To search", sort_key=3)
-
-
 _MINIMIZE_HELP = (
     "time: search the fastest options that fit; memory: those that need least; ranks: the fewest ranks (1, 2, 4... up to --ranks) "
     "on which it fits, and the fastest options there. One value fixes an option, a list is a choice, and free are, if not named: "
@@ -30,8 +28,6 @@ _PAGE_HELP = "With --minimize: also write a page with the chart of memory agains
 _CONFIG_HELP = (
     "With --minimize: also write the options to this TOML file, which bench (one rank) or parallel read with --config."
 )
-
-
 _FIT_HELP = (
     "Find the largest batch_size, context or layers that fits, by formula; it ends at a batch of 4,096, a context of 131,072 or "
     "1,024 layers and says 'at least'."

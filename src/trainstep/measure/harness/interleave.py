@@ -89,6 +89,10 @@ def _run_live(
     try:
         for index in itertools.count():
             working = [cell for cell in cells if not any(part.failure for part in parts[cell.key])]
+            if not working:  # all failed when they were to finish the set before
+                for cell in cells:
+                    yield [_live_record(cell, cells, parts, plan)]
+                return
             for cell in working if index else ():
                 tell(cell, f"process {index + 1} of {plan.sets or f'{FEWEST_SETS} or more'}")
             live = _LiveSet(working if index % 2 == 0 else working[::-1], limits, tell, processes)
@@ -103,12 +107,7 @@ def _run_live(
                     if cell in working:
                         parts[cell.key].append(live.finish(cell, inspect=last))
                     if last:
-                        facts = _facts(
-                            "live", cells, cell, plan.turn, plan.steps_of(cell), first=_joined(parts[cells[0].key])
-                        )
-                        # The driver reports memory and power of the whole device; with several live processes neither
-                        # belongs to one variant.
-                        yield [with_facts(_joined(parts[cell.key]), **facts, driver_bytes=None, power_w=None)]
+                        yield [_live_record(cell, cells, parts, plan)]
             finally:
                 live.close()
             if last:
@@ -116,6 +115,15 @@ def _run_live(
     finally:
         if idle is None:
             processes.close()
+
+
+def _live_record(cell: Cell, cells: Sequence[Cell], parts: Mapping[str, Sequence[Record]], plan: SetsPlan) -> Record:
+    """The record of a variant's parts.
+
+    The driver reports memory and power of the whole device; with several live processes neither belongs to one variant.
+    """
+    facts = _facts("live", cells, cell, plan.turn, plan.steps_of(cell), first=_joined(parts[cells[0].key]))
+    return with_facts(_joined(parts[cell.key]), **facts, driver_bytes=None, power_w=None)
 
 
 class _LiveSet:

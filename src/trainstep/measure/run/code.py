@@ -4,9 +4,10 @@ import atexit
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,16 @@ from trainstep.records.store import RUNS, Store, new_records_path
 
 Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+_NONE = type(None)
+_OPTION_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "name": ((str, _NONE), "text"),
+    "out": ((str, os.PathLike, _NONE), "a path"),
+    "page": ((bool, str, os.PathLike), "a path, True or False"),
+    "inspect_every": ((int, _NONE), "a whole number of steps, or None"),
+    "tensorboard": ((str, os.PathLike, _NONE), "the path of a folder"),
+    "trackio": ((str, _NONE), "the name of a project"),
+}
+"""Option -> its types, and the same in words."""
 
 
 @contextmanager
@@ -55,11 +66,12 @@ def watch(
 
     Raises:
         ValueError: records or scalars cannot be written, or an option is wrong.
+        TypeError: an argument has another type.
         RuntimeError: the process is watched already, by `trainstep run` or by another block.
     """
     watched = Session(
-        _listed(model),
-        _listed(optimizer),
+        _modules(model),
+        _optimizers(optimizer),
         name=name,
         out=out,
         page=page,
@@ -93,6 +105,9 @@ class Session:
         tensorboard: str | Path | None,
         trackio: str | None,
     ) -> None:
+        given = {"name": name, "out": out, "page": page, "inspect_every": inspect_every}
+        for option, value in {**given, "tensorboard": tensorboard, "trackio": trackio}.items():
+            _check_type(option, value)
         schedule = Schedule(every=inspect_every)
         rank, ranks = _rank()
         launch = shared_name() if ranks > 1 else ""
@@ -176,7 +191,28 @@ def _rank() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _listed(given: object) -> list:  # type: ignore[type-arg]
-    if given is None:
-        return []
-    return [given] if isinstance(given, torch.nn.Module | torch.optim.Optimizer) else list(given)  # type: ignore[call-overload]
+def _modules(given: object) -> list[torch.nn.Module]:
+    return _listed("model", given, lambda item: isinstance(item, torch.nn.Module), "a torch.nn.Module or several")
+
+
+def _optimizers(given: object) -> list[torch.optim.Optimizer]:
+    """A wrapper need not be of torch.optim: it has a `step`, too."""
+    return _listed("optimizer", given, lambda item: callable(getattr(item, "step", None)), "an optimizer or several")
+
+
+def _listed(argument: str, given: object, is_right: Callable[[object], bool], wanted: str) -> list[Any]:
+    """One object, several or none, as a list. TypeError names the argument."""
+    if given is None or is_right(given):
+        return [] if given is None else [given]
+    several = list(given) if isinstance(given, Iterable) else [given]
+    for item in several:
+        if not is_right(item):
+            raise TypeError(f"{argument}: must be {wanted}, not of type {type(item).__name__}")
+    return several
+
+
+def _check_type(option: str, value: object) -> None:
+    """TypeError for an option of another type: what uses it would name neither the option nor what it takes."""
+    kinds, wanted = _OPTION_TYPES[option]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise TypeError(f"{option}: must be {wanted}, not {value!r} of type {type(value).__name__}")

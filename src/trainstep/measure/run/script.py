@@ -84,14 +84,14 @@ def find_script(words: Sequence[str]) -> Script:
         )
     try:
         source = path.read_bytes()
+        if b"\0" in source:
+            raise ValueError(f"script: {name} is not a Python script; name a .py file")
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         source.decode(encoding)
     except OSError as error:
         raise ValueError(f"script: {name} cannot be read: {error.strerror}") from None
-    except (SyntaxError, UnicodeDecodeError, LookupError):
-        raise ValueError(f"script: {name} is not a Python script; name a .py file") from None
-    if b"\0" in source:
-        raise ValueError(f"script: {name} is not a Python script; name a .py file")
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        raise ValueError(f"script: {name}, {_encoding_words(source, error)}") from None
     file = os.path.abspath(name)
     try:
         code = compile(source, file, "exec", dont_inherit=True)
@@ -146,6 +146,21 @@ def _end_with(error: Exception) -> NoReturn:
     """Show an error of the user's source as Python does, and end with its exit code."""
     _show(error)
     raise SystemExit(1)
+
+
+def _encoding_words(source: bytes, error: Exception) -> str:
+    """The line of a script that Python cannot decode, why not, and what to do."""
+    if isinstance(error, SyntaxError):
+        try:
+            source.decode()
+        except UnicodeDecodeError as undecodable:  # it names the line, which the search for a declaration does not
+            error = error if "unknown" in str(error) else undecodable
+    if isinstance(error, UnicodeDecodeError):
+        line = 1 + error.object.count(b"\n", 0, error.start)
+        why = f"the byte 0x{error.object[error.start]:02x} is not {error.encoding}"
+    else:
+        line, why = 1 + (b"coding" not in source.partition(b"\n")[0]), str(error).partition(";")[0]
+    return f"line {line}: {why}; save it as UTF-8, or let its first line name its encoding: # -*- coding: latin-1 -*-"
 
 
 def _digest(source: bytes) -> str:

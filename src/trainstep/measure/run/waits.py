@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 import trainstep
+from trainstep.capture.waits import SYNCHRONIZES
 
-_SYNCHRONIZES = "called a synchronizing CUDA operation"
-"""The words of the warning of torch's sync debug mode (c10/cuda/CUDAFunctions.cpp)."""
 _READS = {
     "item": "a tensor's value is read by the host",
     "tolist": "a tensor's values are read by the host",
@@ -112,13 +111,13 @@ class Waits:
         """Have torch warn of every wait, and take these warnings; all others are shown as before."""
         mode = torch.cuda.get_sync_debug_mode()
         before = list(warnings.filters)
-        warnings.filterwarnings("always", message=f".*{_SYNCHRONIZES}")
+        warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}")
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         added = [entry for entry in warnings.filters if entry not in before]
         show_before = warnings.showwarning
 
         def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-            if _SYNCHRONIZES not in str(message):
+            if SYNCHRONIZES not in str(message):
                 show_before(message, category, filename, lineno, file, line)
             elif not self._inside:  # else the read that waits notes itself
                 self._note(sys._getframe(1), _WAITS, None)

@@ -118,7 +118,7 @@ def grids_of(records: Iterable[Record], calibration: Calibration) -> list[Grid]:
         run = config.run
         if not isinstance(run.model, ModelConfig) or run.mode != "step" or run.clip_grad_norm is not None:
             continue
-        if config.ranks > 1 and config.sync.name == YARDSTICK:  # each rank trains for itself
+        if config.ranks > 1 and config.sync.name == YARDSTICK:  # each rank trains alone
             continue
         batch = config.ranks * run.batch_size * run.accumulation
         work = record.environment.gpu or "a CPU", run.model, run.context, config.ranks, batch, run.precision

@@ -10,12 +10,13 @@ in `guesses`. `spread` is the relative standard deviation that is assumed of a t
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
 from trainstep.config.machine import MachineSpec, machine_spec
+from trainstep.grouping import grouped
 from trainstep.plan.time.attention_speed import AttentionSpeed, attention_speeds, seconds_of_attention
 from trainstep.plan.time.fits import Curve, curve_of, nonnegative_fit
 from trainstep.plan.time.kernels import ATTENTION_KINDS, Kernel, Kind
@@ -194,22 +195,22 @@ def calibration_of(record: Record, *, origin: str = "") -> Calibration:
     if missing:  # without it a GPU would never seem to wait for its host
         raise ValueError(f"calibration: its record has no host's cost of {missing[0]}; measure it again")
     matmuls = {}
-    for dtype, rows in _grouped(tables["matmuls"], lambda row: row["dtype"]).items():
+    for dtype, rows in grouped(tables["matmuls"], lambda row: row["dtype"]).items():
         matmuls[dtype] = _speed_of_matmuls(
             [matmul_work(dtype, row["m"], row["n"], row["k"], row["batch"], units) for row in rows],
             [row["time_s"] for row in rows],
         )
     traffic = {
         Kind(kind): curve_of([(row["bytes"], row["time_s"]) for row in rows])
-        for kind, rows in _grouped(tables["traffic"], lambda row: row["kind"]).items()
+        for kind, rows in grouped(tables["traffic"], lambda row: row["kind"]).items()
     }
     optimizers = {
         name: curve_of([(row["bytes"], row["time_s"]) for row in rows])
-        for name, rows in _grouped(tables.get("optimizers", []), lambda row: row["name"]).items()
+        for name, rows in grouped(tables.get("optimizers", []), lambda row: row["name"]).items()
     }
     collectives = {
         key: curve_of([(row["bytes"], row["time_s"]) for row in rows])
-        for key, rows in _grouped(tables.get("collectives", []), lambda row: (row["operation"], row["ranks"])).items()
+        for key, rows in grouped(tables.get("collectives", []), lambda row: (row["operation"], row["ranks"])).items()
     }
     host = {
         row["what"]: HostCost(low_s=row["low_s"], middle_s=row["time_s"], high_s=row["high_s"])
@@ -363,10 +364,3 @@ def data_sheet(*, peak_tflops: float, memory_bytes_per_s: float) -> Calibration:
         memory_bytes=0,
     )
     return replace(scaled_to(spec), extra_spread=1.5 * _SCALED)
-
-
-def _grouped(rows: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:
-    groups: dict[Any, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups

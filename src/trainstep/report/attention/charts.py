@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainstep.grouping import grouped
 from trainstep.report.attention.rows import flops_per_s, implementations
 from trainstep.report.kit.charts import (
     MAXIMUM_PANELS,
@@ -30,7 +31,7 @@ from trainstep.report.kit.forms import byte_unit, in_ms, needed_words, three_dig
 from trainstep.report.kit.peers import OURS, TIME, Configuration, failure_cell, median_s
 from trainstep.report.kit.ranking import median_words
 from trainstep.report.kit.ratio_charts import HOW_TO_READ, hollow, ratio_axis, whiskers
-from trainstep.report.kit.rows import Row, grouped, words
+from trainstep.report.kit.rows import Row, words
 
 _STYLES = {
     OURS: ("theme:blue", "solid", "circle"),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainstep.config.attention import IMPLEMENTATIONS, TILE_FIELDS
+from trainstep.grouping import grouped
 from trainstep.records.compare import VERDICTS
 from trainstep.report.kit.forms import COUNT, RATIO
 from trainstep.report.kit.peers import (
@@ -20,7 +21,7 @@ from trainstep.report.kit.peers import (
     ratio_table,
 )
 from trainstep.report.kit.ranking import Ratio
-from trainstep.report.kit.rows import Row, grouped
+from trainstep.report.kit.rows import Row
 from trainstep.report.kit.tables import Column, Table
 
 NOT_THE_WORK = ("implementation", *TILE_FIELDS, "warmups", "steps")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainstep.config.attention import TILE_FIELDS
+from trainstep.grouping import grouped
 from trainstep.report.attention.rows import (
     NOT_THE_WORK,
     chosen,
@@ -39,7 +40,7 @@ from trainstep.report.kit.forms import (
 from trainstep.report.kit.pass_columns import TIME_COLUMN, cell_columns, pass_doubts
 from trainstep.report.kit.peers import OURS, TIME, Configuration, by_work, failure_cell, failure_reason, median_s
 from trainstep.report.kit.ranking import median_words
-from trainstep.report.kit.rows import Row, facts_in, grouped, quantities, words
+from trainstep.report.kit.rows import Row, facts_in, quantities, words
 from trainstep.report.kit.tables import Column, Line, Table, doubts_column, point_columns
 
 _ASIDE = (

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from trainstep.config.attention import KERNEL_TILE_FIELDS
+from trainstep.grouping import grouped
 from trainstep.records.record import Record
 from trainstep.records.tables import table_lines
 from trainstep.report.kit.charts import Section
 from trainstep.report.kit.forms import COUNT, FLOP_RATE, MS, RATIO, TEXT, Form, ratio_words
-from trainstep.report.kit.rows import Row, facts_in, grouped
+from trainstep.report.kit.rows import Row, facts_in
 from trainstep.report.kit.tables import Column, Line, Table
 
 _LABEL = ("kernel", "arithmetic", "head_dim", "mask", "shape")

@@ -265,7 +265,7 @@ def error_bars(above: Sequence[float], below: Sequence[float] | None = None) -> 
 def logarithmic(values: Sequence[float], *, digits: Sequence[int] = ()) -> dict[str, Any]:
     """A logarithmic axis with ticks in plain numbers at `digits` times the powers of ten that the values span; by default as
     many digits as leave the labels apart."""
-    positive = [value for value in values if value > 0] or [1.0]
+    positive = [value for value in values if 0 < value < math.inf] or [1.0]  # a rate in no time at all is infinite
     spanned = max(positive) / min(positive)
     digits = digits or ((1,) if spanned > _POWERS_ALONE else (1, 2, 5) if spanned > _EVERY_DIGIT else range(1, 10))
     powers = range(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) + 1)

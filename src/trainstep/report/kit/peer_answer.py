@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from trainstep.grouping import grouped
 from trainstep.records.record import Samples
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import listed, ratio_words, seconds_words, times_words
 from trainstep.report.kit.peers import OURS, TIME, Configuration, implementation, mean_ratio, median_s
 from trainstep.report.kit.ranking import Ratio, interval_words, is_judged, no_verdict_words, ratio_of
-from trainstep.report.kit.rows import PROVENANCE, Row, grouped, host_limit, needless
+from trainstep.report.kit.rows import PROVENANCE, Row, host_limit, needless
 from trainstep.traces.verdict import LAUNCH_BOUND
 
 PLAIN_ERRORS: Mapping[str, str] = {"error_output": "error_same_dtype"} | {

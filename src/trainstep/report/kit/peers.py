@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from trainstep.grouping import grouped
 from trainstep.records.compare import Comparison
 from trainstep.records.record import Failure, Record
 from trainstep.report.kit.forms import Form, failure_word, needed_words, ratio_words, shortened
 from trainstep.report.kit.ranking import Ratio, ratio_of, summary_of
-from trainstep.report.kit.rows import Row, grouped, words
+from trainstep.report.kit.rows import Row, words
 from trainstep.report.kit.tables import Column, Entry, Table, point_columns
 
 OURS = "trainstep"

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainstep.config.parsing import fields_of
 from trainstep.config.run import RunConfig
+from trainstep.grouping import grouped
 from trainstep.records.compare import MINIMUM_PAIRS, Comparison, compare_records
 from trainstep.records.record import Failure, Record
 from trainstep.records.summary import Summary, summarize
@@ -24,7 +25,7 @@ from trainstep.report.kit.forms import (
     seconds_words,
     three_digits,
 )
-from trainstep.report.kit.rows import Row, grouped, host_limit, words
+from trainstep.report.kit.rows import Row, host_limit, words
 from trainstep.report.kit.tables import Column, row_of
 from trainstep.traces.verdict import LAUNCH_BOUND
 

@@ -4,16 +4,17 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from trainstep.config.instruments import INSTRUMENTS
 from trainstep.config.model import ModelConfig
 from trainstep.config.parsing import ADDED_LATER
 from trainstep.config.run import Phase
+from trainstep.grouping import grouped
 from trainstep.records import summary as record_summary
 from trainstep.records.derive import Mfu, mfu, model_flops_per_s, tokens_per_s
 from trainstep.records.facts import FACTS, IN_EVERY_ROW
@@ -24,8 +25,6 @@ from trainstep.records.tables import table_lines
 from trainstep.report.kit.visible import one_line
 from trainstep.traces.verdict import LAUNCH_BOUND, NEAR_THE_LINE, step_limit
 
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 ALWAYS = ("model", "context", "kind", "implementation", "seq", "head_dim")
 _SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"name"}
 _MACHINE = ("torch", "commit", "driver", "cuda", "triton", "gpu_count", "cpu", "trainstep", "source")
@@ -124,14 +123,6 @@ def needless(rows: Sequence[Row]) -> list[str]:
     named = [name for name in PROVENANCE if any(name in row.point for row in rows)]
     distinct = {row.label(without=named) for row in rows}
     return named if len(distinct) == len(rows) else []
-
-
-def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Items grouped by key, in the order of appearance."""
-    groups: dict[K, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def words(value: Any) -> str:

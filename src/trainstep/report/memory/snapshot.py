@@ -7,9 +7,9 @@ run no Python), modules being built, other Python.
 from collections import Counter
 from collections.abc import Sequence
 
+from trainstep.grouping import grouped
 from trainstep.report.kit.answer import Answer
 from trainstep.report.kit.forms import BYTES, COUNT, PERCENT, TEXT, byte_words, percent
-from trainstep.report.kit.rows import grouped
 from trainstep.report.kit.tables import Column, Table
 from trainstep.traces.memory_timeline import Allocation, MemoryTimeline
 

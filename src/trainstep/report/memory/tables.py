@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from trainstep.config.memory import LARGEST_TRIED
+from trainstep.grouping import grouped
 from trainstep.records.ranks import facts_of_rank, fullest_rank, rank_name, table_of_rank
 from trainstep.records.record import Record
 from trainstep.records.tables import RANK_FACTS, table_lines
@@ -21,7 +22,7 @@ from trainstep.report.kit.forms import (
     failure_sentence,
     percent,
 )
-from trainstep.report.kit.rows import Row, grouped, quantities, shown_facts
+from trainstep.report.kit.rows import Row, quantities, shown_facts
 from trainstep.report.kit.tables import Column, Entry, Line, Table, doubts_column, filled, point_columns
 from trainstep.traces.ledger import HELD, MOMENTS, SAVED_FOR_BACKWARD
 

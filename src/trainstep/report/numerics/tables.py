@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainstep.grouping import grouped
 from trainstep.records.tables import table_lines
 from trainstep.report.kit.forms import COUNT, DIGITS, ERROR, MS_STD, TEXT, Form, percent
 from trainstep.report.kit.ranking import (
@@ -10,7 +11,7 @@ from trainstep.report.kit.ranking import (
     median_and_range,
     median_of,
 )
-from trainstep.report.kit.rows import Row, grouped, quantities
+from trainstep.report.kit.rows import Row, quantities
 from trainstep.report.kit.tables import Column, Table, doubts_column, filled, point_columns
 
 ERRORS = {

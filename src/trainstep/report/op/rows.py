@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from trainstep.config.op import IMPLEMENTATIONS
 from trainstep.costs.single_op import SIZES
+from trainstep.grouping import grouped
 from trainstep.records.record import Record
 from trainstep.report.kit.peers import Configuration, by_work, implementation, median_s, ordered
-from trainstep.report.kit.rows import Row, grouped, words
+from trainstep.report.kit.rows import Row, words
 
 _SIZES = {name for names in SIZES.values() for name in names}
 _NOT_THE_WORK = ("implementation", "warmups", "steps")

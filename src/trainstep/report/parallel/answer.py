@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from trainstep.config.machine import machine_spec
 from trainstep.costs.strategies import YARDSTICK, Part, strategy_named
+from trainstep.grouping import grouped
 from trainstep.records.compare import MINIMUM_PAIRS
 from trainstep.records.derive import bandwidth
 from trainstep.records.record import Record
@@ -28,7 +29,7 @@ from trainstep.report.kit.ranking import (
     ranking_words,
     ratio_of,
 )
-from trainstep.report.kit.rows import Row, grouped
+from trainstep.report.kit.rows import Row
 from trainstep.report.parallel.collectives import fit_of, series_of, size_words, transport_words
 from trainstep.report.parallel.links import level_words, slowest_words
 from trainstep.report.parallel.tables import StrategyRow, strategies_of

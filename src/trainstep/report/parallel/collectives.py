@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainstep.config.collective import CollectiveConfig
+from trainstep.grouping import grouped
 from trainstep.records.derive import LatencyFit, bandwidth, fit_latency
 from trainstep.records.ranks import rank_spread
 from trainstep.records.record import Record
@@ -36,7 +37,7 @@ from trainstep.report.kit.forms import (
     three_digits,
 )
 from trainstep.report.kit.ranking import mean_column, median_and_range, median_words
-from trainstep.report.kit.rows import Row, grouped, machines, quantities, words
+from trainstep.report.kit.rows import Row, machines, quantities, words
 from trainstep.report.kit.tables import Column, Line, Table, doubts_column, point_columns, rank_columns, row_of
 from trainstep.report.parallel.links import level_words, links_tables, slowest_words
 

@@ -12,6 +12,7 @@ from typing import Any
 from trainstep.config.parallel import USED_BY
 from trainstep.costs.collectives import best_bucket_bytes, bucket_overhead_s
 from trainstep.costs.strategies import YARDSTICK, strategy_named
+from trainstep.grouping import grouped
 from trainstep.records.derive import LatencyFit
 from trainstep.report.kit.charts import (
     MAXIMUM_PANELS,
@@ -32,7 +33,7 @@ from trainstep.report.kit.charts import (
 from trainstep.report.kit.forms import byte_words, in_gib, in_ms, milliseconds, seconds_words, three_digits
 from trainstep.report.kit.ranking import median_of, summary_of
 from trainstep.report.kit.ratio_charts import ratio_chart
-from trainstep.report.kit.rows import Row, grouped
+from trainstep.report.kit.rows import Row
 from trainstep.report.parallel.collectives import fit_of, series_of
 from trainstep.report.parallel.tables import (
     CATEGORIES,

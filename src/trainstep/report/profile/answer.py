@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainstep.config.machine import machine_spec
+from trainstep.grouping import grouped
 from trainstep.records.tables import table_lines
 from trainstep.report.kit.answer import Answer, compile_option
 from trainstep.report.kit.forms import listed, ms_words, percent, ratio_words, times_words
 from trainstep.report.kit.notes import disturbed_words, profiler_notes
-from trainstep.report.kit.rows import Row, doubts, grouped, needless, words
+from trainstep.report.kit.rows import Row, doubts, needless, words
 from trainstep.traces import host_track, verdict
 from trainstep.traces.kernel_classes import ELEMENT_WISE, IDLE, MATMUL, NORMALISATION, REDUCTION
 from trainstep.traces.verdict import BUSY_SHARE, ENQUEUE_SHARE, NEAR_THE_LINE, host_launches
@@ -110,8 +111,7 @@ def _whole(profile: Profile) -> str:
 
 def _waiting_words(waiting: Sequence[tuple[Row, TableRow]], unnamed: Sequence[str]) -> str:
     """`The host limits small 128 (forward_no_grad and step) and 2 more: the GPU works for 35.9 to 72.4 % of each.`"""
-    by_place = grouped(waiting, lambda pair: pair[0].label(without=[*unnamed, "mode"]))
-    named = list(by_place.items())[:_NAMED]
+    named = list(grouped(waiting, lambda pair: pair[0].label(without=[*unnamed, "mode"])).items())[:_NAMED]
     places = [
         f"{place} ({listed(words(row.point['mode']) for row, _ in alike)})" if "mode" in alike[0][0].point else place
         for place, alike in named

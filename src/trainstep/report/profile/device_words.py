@@ -6,9 +6,9 @@ Every sentence rests on the record's numbers: a part of the GPU is explained onl
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from trainstep.grouping import grouped
 from trainstep.records.record import Record
 from trainstep.report.kit.forms import in_percent, listed, percent, rate_words, three_digits
-from trainstep.report.kit.rows import grouped
 from trainstep.report.profile.device_work import Ceilings, CountedWork, device_time_s, roof_name
 
 _NEAR = 0.6
@@ -189,7 +189,7 @@ _ON_GPU = (
 def _idle(record: Record) -> str:
     """How long the device is idle, if the step waits for its host; else empty."""
     busy, step = record.samples.get("busy"), record.samples.get("step")
-    if busy is None or step is None or not busy.values or not step.values:
+    if busy is None or step is None or not busy.values or not any(step.values):
         return ""
     idle = 1 - (sum(busy.values) / len(busy.values)) / (sum(step.values) / len(step.values))
     if idle <= _IDLE:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainstep.grouping import grouped
 from trainstep.records.tables import table_lines
 from trainstep.report.kit.charts import (
     INK,
@@ -18,7 +19,7 @@ from trainstep.report.kit.charts import (
     short_labels,
 )
 from trainstep.report.kit.forms import in_ms, in_percent, milliseconds, percent
-from trainstep.report.kit.rows import Row, grouped, needless, varying
+from trainstep.report.kit.rows import Row, needless, varying
 from trainstep.report.kit.tables import filled
 from trainstep.report.profile.answer import sentences
 from trainstep.report.profile.device_page import device_sections

@@ -18,9 +18,10 @@ from pathlib import PurePath
 from typing import Any
 
 from trainstep.config.parsing import config_hash
+from trainstep.grouping import grouped
 from trainstep.records.facts import facts_of
 from trainstep.records.record import Record, Samples
-from trainstep.report.kit.rows import grouped, rows_of
+from trainstep.report.kit.rows import rows_of
 from trainstep.report.run.runs import Run, runs_of
 
 _RUN = "run"

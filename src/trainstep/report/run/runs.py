@@ -14,9 +14,10 @@ from pathlib import PurePath
 from typing import Any
 
 from trainstep.config.script import Part
+from trainstep.grouping import grouped
 from trainstep.records.record import Record
 from trainstep.records.tables import table_lines
-from trainstep.report.kit.rows import Row, grouped
+from trainstep.report.kit.rows import Row
 from trainstep.report.kit.script_cells import rank_words, script_words
 
 Lines = list[dict[str, Any]]

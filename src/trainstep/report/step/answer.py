@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from trainstep.config.machine import machine_spec
 from trainstep.config.run import Phase
+from trainstep.grouping import grouped
 from trainstep.records.record import Record
 from trainstep.report.kit.answer import Answer, compile_option
 from trainstep.report.kit.forms import listed, ms_words, percent, times_words
 from trainstep.report.kit.ranking import median_of
-from trainstep.report.kit.rows import Row, grouped, host_limit, known_mfu, needless, words
+from trainstep.report.kit.rows import Row, host_limit, known_mfu, needless, words
 from trainstep.report.step.comparison import NOT_COMPARED
 from trainstep.report.step.ranks import slowest_sentence
 from trainstep.report.step.recomputation import chosen_sentence

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainstep.config.instruments import says
+from trainstep.grouping import grouped
 from trainstep.report.kit.charts import Chart, Section, label
 from trainstep.report.kit.forms import MS_STD, RATIO, TEXT, Form, failure_sentence
 from trainstep.report.kit.ranking import Ratio, ratio_of
 from trainstep.report.kit.ratio_charts import ratio_chart
-from trainstep.report.kit.rows import Row, grouped, needless, of_workload, quantities, time_of, varying, words
+from trainstep.report.kit.rows import Row, needless, of_workload, quantities, time_of, varying, words
 from trainstep.report.kit.tables import Column, Entry, Table, point_columns
 
 NOT_COMPARED = {

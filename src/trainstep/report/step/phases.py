@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trainstep.grouping import grouped
 from trainstep.report.kit.charts import (
     FAILURE_COLOUR,
     INK,
@@ -23,7 +24,7 @@ from trainstep.report.kit.charts import (
 )
 from trainstep.report.kit.forms import failure_sentence, failure_word, in_ms, milliseconds
 from trainstep.report.kit.ranking import median_and_range, median_of
-from trainstep.report.kit.rows import PHASES, Row, grouped, needless, quantities, varying, words
+from trainstep.report.kit.rows import PHASES, Row, needless, quantities, varying, words
 from trainstep.report.kit.tables import TITLES
 
 _LABELLED_BARS = 40

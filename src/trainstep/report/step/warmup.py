@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from trainstep.grouping import grouped
 from trainstep.report.kit.charts import Section
 from trainstep.report.kit.forms import COUNT, MS, MS_STD, PERCENT, listed, percent, seconds_words, times_words
 from trainstep.report.kit.ranking import median_and_range
-from trainstep.report.kit.rows import PROVENANCE, Row, grouped, step_means
+from trainstep.report.kit.rows import PROVENANCE, Row, step_means
 from trainstep.report.kit.tables import Column, Line, Table, filled, point_columns
 from trainstep.report.step.warmup_charts import (
     PARTS,

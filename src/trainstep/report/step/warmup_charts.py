@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainstep.grouping import grouped
 from trainstep.records.record import Record, Samples
 from trainstep.report.kit.charts import (
     Chart,
@@ -19,7 +20,7 @@ from trainstep.report.kit.charts import (
     short_labels,
 )
 from trainstep.report.kit.forms import in_ms, milliseconds, percent, times_words
-from trainstep.report.kit.rows import Row, grouped, needless, step_means, varying, words
+from trainstep.report.kit.rows import Row, needless, step_means, varying, words
 from trainstep.report.kit.tables import Line
 from trainstep.report.step.phases import by_model
 
@@ -114,7 +115,8 @@ class FirstStep:
 def first_step(record: Record) -> FirstStep | None:
     """The first step and its parts, of the first process if there are several.
 
-    None if single steps are not known from the first on: the cell failed, timed windows of k steps, or has too few steps.
+    None if single steps are not known from the first on: the cell failed, timed windows of k steps, or has too few steps or
+    steps without a time.
     """
     samples = _of_first_process(record, "step")
     if record.failure is not None or samples is None or isinstance(record.config.get("sync"), int):
@@ -126,6 +128,8 @@ def first_step(record: Record) -> FirstStep | None:
     if len(after_first) < 2:
         return None
     steady_s = statistics.median(after_first)
+    if not steady_s:  # nothing can be compared with steps that take no time at all
+        return None
     reallocated_s = record.fact("reallocated_step_s")
     allocations = _series(record, "device_allocations")
     return FirstStep(
