@@ -117,8 +117,7 @@ def run(
     no_page
         Write no page.
     inspect_every
-        Inspect one step in this many (1: every second), or 0 for none; by default as many as take half a per cent of the time.
-        Only rank 0 inspects.
+        Inspect one step in this many, or 0 for none; by default as many as take half a per cent of the time. Only rank 0 inspects.
     quiet
         Show no live line and no answer at the end, only what went wrong.
     tensorboard

@@ -59,8 +59,7 @@ def watch(
         name: what the run is called; by default the script's name.
         out: file of records to append to, as a run of its own; by default a new one in ./runs/. Ranks other than 0 write beside it.
         page: file of the page; True: beside the records, as .html; False: none.
-        inspect_every: inspect one step in so many (1: every second), 0 for none; by default as many as take half a per cent of
-            the time.
+        inspect_every: inspect one step in so many, 0 for none; by default as many as take half a per cent of the time.
         quiet: show no live line and no answer.
         tensorboard: folder for scalars. trackio: project to log to.
 

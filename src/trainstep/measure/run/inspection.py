@@ -8,9 +8,10 @@
 The step runs as ever, but slower, so its times do not count among those of the others. Its trace is read by traces/, as that of
 `trainstep profile` is.
 
-[Note: no two in a row] An inspection ends in a hook of the optimizer, where torch's own range around the update is still open. When
-that range ends, torch writes its end into the memory of the profiler that saw it begin, which is freed by then, if any profiler is
-active at that moment. So none may begin in the hook where another ended: the process would crash sooner or later.
+[Note: open ranges] An inspection ends in a hook of the optimizer, where torch's own range around the update is still open, and a
+script may have ranges (`record_function`) over many steps. When a range ends while any profiler is active, torch writes that into
+the memory of the profiler that saw it begin. If that one is gone, the process crashes sooner or later. So ranges that began in an
+inspected step are ended with it; ending them again, as the script does later, does nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,12 +60,15 @@ class Inspection:
         self._range: record_function | None = None
         self._part: Part | None = None
         self._profiler: profile | None = None
+        self._open = _OpenRanges()
 
     def start(self, others: "OtherProfilers") -> None:
         """Begin the inspection, as the step begins."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._profiler = profile(activities=activities, record_shapes=True)
         others.start_own(self._profiler)
+        self._open.start()
+        self._stack.callback(self._open.end)
         self._stack.callback(self._waits.stop)
         self._waits.start()
         self._stack.enter_context(record_function(f"step {self._step}"))
@@ -132,6 +136,35 @@ class Inspection:
         if self._range is not None:
             self._range.__exit__(None, None, None)
         self._range = self._part = None
+
+
+class _OpenRanges:
+    """Notes the ranges that begin, until `end`, which ends those that are still open. [Note: open ranges]"""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, record_function] = {}
+        self._given = record_function.__enter__, record_function.__exit__
+
+    def start(self) -> None:
+        """Begin to note them."""
+        enter, leave = self._given
+
+        def noted(opened: record_function) -> record_function:
+            self._ranges[id(opened)] = opened
+            enter(opened)  # type: ignore[no-untyped-call]
+            return opened
+
+        def forgotten(ended: record_function, *error: Any) -> None:
+            self._ranges.pop(id(ended), None)
+            leave(ended, *error)
+
+        record_function.__enter__, record_function.__exit__ = noted, forgotten  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        """End those that are open, the latest first."""
+        record_function.__enter__, record_function.__exit__ = self._given  # type: ignore[method-assign]
+        while self._ranges:
+            self._ranges.popitem()[1].__exit__(None, None, None)
 
 
 class OtherProfilers:

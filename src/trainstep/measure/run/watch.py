@@ -58,7 +58,7 @@ Listener = Callable[[int, Sequence[StepTimes]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Which steps are inspected. `every`: one in so many, at most every second; 0: none; None: for half a per cent of the time."""
+    """Which steps are inspected. `every`: one step in so many; 0: none; None: as many as take half a per cent of the time."""
 
     every: int | None = None
 
@@ -230,7 +230,7 @@ class Watch:
             self._watching_s += time.monotonic() - now_s
         if self._on_step is not None:
             self._on_step(self.steps, (times,))
-        if inspection is None and self._is_due(now_s):  # inspection.py [Note: no two in a row]
+        if self._is_due(now_s):
             self._inspect()
         if self._steering is not None:
             self._steering.step_ended(self.steps, self._hooks, self._trained, self._write)
