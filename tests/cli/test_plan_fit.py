@@ -8,7 +8,7 @@ from trainstep.cli import app
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.parsing import build
 from trainstep.config.plan import PlanConfig
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.plan.prediction import predict
 from trainstep.plan.search import fit as fit_module
 from trainstep.plan.search.fit import largest_fit, with_value
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def config() -> RanksConfig:
-    options = {"model": "small", "layers": 2, "precision": "bf16_autocast", "sync": YARDSTICK}
+    options = {"model": "small", "layers": 2, "precision": "bf16_autocast", "sync": BASELINE}
     found: RanksConfig = build(PlanConfig, options, where="plan")
     return found
 

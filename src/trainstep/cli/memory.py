@@ -27,7 +27,7 @@ from trainstep.cli.streams import outliving_reader, show_within
 from trainstep.config.grid import Cell, expand, grid_from_text, groups_along
 from trainstep.config.memory import LARGEST_TRIED, MemoryConfig
 from trainstep.config.parallel import USED_BY, SyncConfig
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.runner import Limits, at, largest_fit, with_facts
 from trainstep.reading import ReadLimits
@@ -131,7 +131,7 @@ def _with_strategies(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """The grid, with a parallel strategy if there are several ranks. ValueError for a strategy or option without effect."""
     if all(ranks == 1 for ranks in grid.get("ranks", [1])):
         if option := next(
-            (name for name in ("sync", *USED_BY) if grid.get(name, [None]) not in ([None], [YARDSTICK])), None
+            (name for name in ("sync", *USED_BY) if grid.get(name, [None]) not in ([None], [BASELINE])), None
         ):
             raise ValueError(f"{option}: has no effect on one rank; add --ranks 2 or more")
         return dict(grid)

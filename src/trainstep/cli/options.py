@@ -25,7 +25,7 @@ from trainstep.config.parallel import USED_BY
 from trainstep.config.parsing import CONFIGS, fields_of
 from trainstep.config.run import RunConfig
 from trainstep.config.text_files import check_length
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.reading import ReadLimits
 from trainstep.records.record import Environment
 from trainstep.records.store import Store, new_records_path
@@ -355,7 +355,7 @@ def check_cells(cells: "Sequence[Cell]", *, memory_limit_gib: float | None) -> N
 
 def check_sync_options(options: Mapping[str, Sequence[Any]], strategies: Sequence[Any]) -> None:
     """ValueError for an option that none of the parallel strategies has: it would silently have no effect."""
-    names = [str(name) if name is not None else YARDSTICK for name in strategies]
+    names = [str(name) if name is not None else BASELINE for name in strategies]
     for option, users in USED_BY.items():
         if option in options and not set(users) & set(names):
             raise ValueError(f"{option}: has no effect with sync {', '.join(names)}; it is for {', '.join(users)}")

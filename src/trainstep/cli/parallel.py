@@ -17,7 +17,7 @@ from trainstep.cli.options import (
 )
 from trainstep.config.grid import expand, grid_from_text, groups_along
 from trainstep.config.parallel import OURS, USED_BY, ParallelConfig
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.records.record import Environment
 
 _DEFAULTS: dict[str, dict[str, list[Any]]] = {
@@ -96,9 +96,9 @@ def parallel(
 
 
 def _with_defaults(options: Mapping[str, list[Any]], device: str, here: Environment) -> dict[str, list[Any]]:
-    """The grid, completed with defaults. The yardstick is the first strategy; strategies and their options vary innermost."""
+    """The grid, completed with defaults. The baseline is the first strategy; strategies and their options vary innermost."""
     grid = {**_DEFAULTS[device], **({"ranks": [here.gpu_count]} if device == "cuda" else {}), **options}
-    strategies = {str(name) if name is not None else YARDSTICK: None for name in grid["sync"]}
+    strategies = {str(name) if name is not None else BASELINE: None for name in grid["sync"]}
     strategy_options = {name: values for name, values in grid.items() if name in USED_BY}
     rest = {name: values for name, values in grid.items() if name not in (*USED_BY, "sync")}
-    return {**rest, "sync": sorted(strategies, key=lambda name: name != YARDSTICK), **strategy_options}
+    return {**rest, "sync": sorted(strategies, key=lambda name: name != BASELINE), **strategy_options}

@@ -6,7 +6,7 @@ from trainstep.config.fields import check_integer, described, part
 from trainstep.config.nodes import NODES_HELP, check_nodes
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 
 LARGEST_TRIED = {"batch_size": 4096, "context": 131_072}
 """Searched field -> the value at which a search for the largest that fits stops; the report says 'at least' then."""
@@ -34,7 +34,7 @@ class MemoryConfig(RanksConfig):
 
     ranks: int = described("processes, each with a GPU of its own where there are GPUs; 1: a step in one process", 1)
     nodes: int = described(NODES_HELP, 1)
-    sync: SyncConfig = part(SyncConfig(name=YARDSTICK))
+    sync: SyncConfig = part(SyncConfig(name=BASELINE))
     run: RecordedRunConfig = part(
         without=("learning_rate", "steps", "sync", "cold_compile", "nvtx", "recompute_budget_gib")
     )
@@ -49,6 +49,6 @@ class MemoryConfig(RanksConfig):
         if not 0 <= self.min_share <= 1:
             raise ValueError(f"min_share: must be a share from 0 to 1, not {self.min_share!r}")
         if self.ranks == 1 and self.sync.strategy.communicates:
-            raise ValueError(f"sync: {self.sync.name} is for several ranks; take ranks 2 or more, or sync {YARDSTICK}")
+            raise ValueError(f"sync: {self.sync.name} is for several ranks; take ranks 2 or more, or sync {BASELINE}")
         if self.ranks > 1 and self.run.mode != "step":
             raise ValueError(f"mode: several ranks run a whole step, not {self.run.mode}; leave it at step")

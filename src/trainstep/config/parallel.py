@@ -10,7 +10,7 @@ from trainstep.config.fields import check_choices, check_integer, check_parts, d
 from trainstep.config.nodes import NODES_HELP, check_nodes
 from trainstep.config.run import RunConfig
 from trainstep.costs.rank_groups import check_shard_ranks
-from trainstep.costs.strategies import STRATEGIES, YARDSTICK, Strategy, strategy_named
+from trainstep.costs.strategies import BASELINE, STRATEGIES, Strategy, strategy_named
 
 OURS = tuple(strategy.name for strategy in STRATEGIES if strategy.counterpart is None)
 PEERS = tuple(strategy.name for strategy in STRATEGIES if strategy.counterpart is not None)
@@ -241,5 +241,5 @@ STRATEGY_FIELDS = frozenset(("sync", *USED_BY))
 
 def needless(values: Mapping[str, Any]) -> frozenset[str]:
     """The options that the strategy `sync` in these values does not have. If they were kept, equal cells would look different."""
-    sync = values.get("sync", SyncConfig.name) or YARDSTICK  # the command line reads the name `none` as None
+    sync = values.get("sync", SyncConfig.name) or BASELINE  # the command line reads the name `none` as None
     return frozenset(name for name, users in USED_BY.items() if sync in SYNCS and sync not in users)

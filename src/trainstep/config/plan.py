@@ -9,7 +9,7 @@ from trainstep.config.fields import check_choices, check_integer, described, par
 from trainstep.config.nodes import check_nodes
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import DEVICES, RunConfig
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 
 GPUS_PER_NODE = 8
 """The number of GPUs in most servers."""
@@ -76,7 +76,7 @@ class PlanConfig(RanksConfig):
     """The step that is planned. ValueError names the field and the remedy."""
 
     ranks: int = described("processes, each with a GPU of its own", 1)
-    sync: SyncConfig = part(SyncConfig(name=YARDSTICK))
+    sync: SyncConfig = part(SyncConfig(name=BASELINE))
     run: PlannedRunConfig = part(
         without=(
             *("learning_rate", "data", "seed", "device", "warmups", "steps", "sync", "cold_compile", "nvtx"),

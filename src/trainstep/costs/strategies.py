@@ -7,7 +7,7 @@ strategies of ours, the terms of its memory (plan/memory_terms.py).
 from dataclasses import dataclass
 from enum import Enum, auto
 
-YARDSTICK = "none"
+BASELINE = "none"
 """The strategy without communication, with which the others are compared."""
 
 
@@ -83,7 +83,7 @@ _STATE = frozenset((Part.OPTIMIZER_STATE,))
 _ALL = frozenset(Part)
 
 STRATEGIES = (
-    Strategy(name=YARDSTICK, meaning="each rank trains alone, the baseline", updates_in_parts=True),
+    Strategy(name=BASELINE, meaning="each rank trains alone, the baseline", updates_in_parts=True),
     Strategy(
         name="naive",
         meaning="gradients averaged (DDP)",

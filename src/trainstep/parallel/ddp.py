@@ -9,7 +9,7 @@ For n trained parameters with G bytes of gradients:
     BucketedDDP     1 per bucket         during backward    G + gradients not copied yet     G
       in_place      1 per bucket         during backward    G                                flags
 
-NaiveDDP is the yardstick for the others: nothing is hidden behind backward.
+NaiveDDP is the baseline for the others: nothing is hidden behind backward.
 FlatDDP uses the link's full bandwidth and next to no host time, but hides nothing either.
 OverlappedDDP hides its messages behind backward as far as the link keeps up, and copies nothing. A message costs the host more
 than a kernel launch, so a small model waits for its host.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
 from trainstep.costs.exchange import ROOT, ParameterSize
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.costs.traced_step import TracedStep
 from trainstep.plan.block_ops import model_ops
 from trainstep.plan.live_tensors import COPY, LOGITS, TEMPORARY, LiveTensors, Tensor
@@ -28,7 +28,7 @@ from trainstep.plan.traced_memory import TracedReplay, stored_parameters
 
 def alone(run: RunConfig) -> RanksConfig:
     """The config of a single process."""
-    return RanksConfig(ranks=1, sync=SyncConfig(name=YARDSTICK), run=run)
+    return RanksConfig(ranks=1, sync=SyncConfig(name=BASELINE), run=run)
 
 
 def replay(config: RanksConfig, *, rank: int = 0, steps: int = STEPS, traced: TracedStep | None = None) -> StepMemory:

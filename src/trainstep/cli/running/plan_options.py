@@ -10,7 +10,7 @@ from cyclopts import Group, Parameter
 from trainstep.cli.options import check_sync_options
 from trainstep.config.parallel import SyncConfig
 from trainstep.config.plan import planned_ranks
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 
 _SEARCH = Group("To search", sort_key=3)
 _MINIMIZE_HELP = (
@@ -60,8 +60,8 @@ def planned_strategies(options: Mapping[str, Sequence[Any]], unnamed: Sequence[s
     """
     alone = all(ranks == 1 for ranks in planned_ranks(options))
     # The command line reads the name `none` as None.
-    named = [YARDSTICK if name is None else name for name in options.get("sync", [YARDSTICK] if alone else unnamed)]
-    if alone and named != [YARDSTICK]:
+    named = [BASELINE if name is None else name for name in options.get("sync", [BASELINE] if alone else unnamed)]
+    if alone and named != [BASELINE]:
         raise ValueError("sync: has no effect on one rank; add --ranks 2 or more")
     check_sync_options(options, named)
     return named

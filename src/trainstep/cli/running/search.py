@@ -13,7 +13,7 @@ from trainstep.config.model import UserModel
 from trainstep.config.parallel import OURS, RanksConfig
 from trainstep.config.parsing import build
 from trainstep.config.plan import FLEET_FIELDS, PlanConfig
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.plan.search.search import OBJECTIVES, RANKS, Found, search
 from trainstep.plan.search.space import MOST_SEQUENCES, Space, space_of
 from trainstep.plan.time.calibration import Calibration
@@ -139,7 +139,7 @@ def _space(fields: Mapping[str, str | None], minimize: str, global_batch: int | 
         )
     if "sync" in named:
         named["sync"] = strategies
-        if YARDSTICK in strategies:
+        if BASELINE in strategies:
             raise ValueError(
                 "sync: with none each rank trains by itself, so that no strategy can be compared with it; leave it out"
             )

@@ -29,7 +29,7 @@ from typing import Any
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import RanksConfig, SyncConfig
 from trainstep.config.run import Phase, RunConfig
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.plan.fleet.collective_time import collective_s
 from trainstep.plan.fleet.stragglers import waiting_share
 from trainstep.plan.fleet.streams import Task, simulate
@@ -140,7 +140,7 @@ def _slowest_stage(step: ModelParallelStep, calibration: Calibration) -> _Stage:
     """The stage with the head."""
     model = replace(step.model, layers=step.model.layers // step.pipeline)
     run = replace(step.run, model=model, accumulation=1)
-    config = RanksConfig(ranks=1, sync=SyncConfig(name=YARDSTICK), run=run)
+    config = RanksConfig(ranks=1, sync=SyncConfig(name=BASELINE), run=run)
 
     def kernels_of(run: RunConfig, **options: Any) -> StepKernels:
         return _divided(step_kernels(run, **options), step.tensor)

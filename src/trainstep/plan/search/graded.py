@@ -19,7 +19,7 @@ from typing import Any
 from trainstep.config.machine import machine_spec
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import RanksConfig, needless
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.plan.grade import ranks_config
 from trainstep.plan.prediction import predict
 from trainstep.plan.time.calibration import Calibration
@@ -118,7 +118,7 @@ def grids_of(records: Iterable[Record], calibration: Calibration) -> list[Grid]:
         run = config.run
         if not isinstance(run.model, ModelConfig) or run.mode != "step" or run.clip_grad_norm is not None:
             continue
-        if config.ranks > 1 and config.sync.name == YARDSTICK:  # each rank trains alone
+        if config.ranks > 1 and config.sync.name == BASELINE:  # each rank trains alone
             continue
         batch = config.ranks * run.batch_size * run.accumulation
         work = record.environment.gpu or "a CPU", run.model, run.context, config.ranks, batch, run.precision

@@ -26,12 +26,12 @@ from trainstep.config.parallel import OURS, RanksConfig, SyncConfig, needless
 from trainstep.config.parsing import build, fields_of, typed_values
 from trainstep.config.plan import PlanConfig, PlannedRunConfig
 from trainstep.config.run import RECOMPUTES, RunConfig
-from trainstep.costs.strategies import STRATEGIES, YARDSTICK
+from trainstep.costs.strategies import BASELINE, STRATEGIES
 
 Values = Mapping[str, Sequence[Any]]
 
 FREE: Mapping[str, tuple[Any, ...]] = {
-    "sync": tuple(name for name in OURS if name != YARDSTICK),
+    "sync": tuple(name for name in OURS if name != BASELINE),
     "bucket_mib": (None, 25.0, 100.0),
     "reshard_after_forward": (True, False),
     "recompute": RECOMPUTES,
@@ -88,7 +88,7 @@ class Space:
     def strategies(self, ranks: int) -> list[SyncConfig]:
         """Every allowed strategy with its options. ValueError for a value that none can have."""
         if ranks == 1:
-            return [SyncConfig(name=YARDSTICK)]
+            return [SyncConfig(name=BASELINE)]
         syncs: dict[SyncConfig, None] = {}
         fixed = self._fixed(of_sync=True)
         for name in self.choices.get("sync", (fixed.get("sync"),)):

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from trainstep.config.machine import machine_spec
-from trainstep.costs.strategies import YARDSTICK, Part, strategy_named
+from trainstep.costs.strategies import BASELINE, Part, strategy_named
 from trainstep.grouping import grouped
 from trainstep.records.compare import MINIMUM_PAIRS
 from trainstep.records.derive import bandwidth
@@ -53,7 +53,7 @@ def parallel_answer(rows: Sequence[Row]) -> Answer | None:
     verdicts, suggestions = [], []
     for place, strategies in by_place.items():
         strategies_by_row = {id(strategy.row): strategy for strategy in strategies}
-        communicating = [strategy for strategy in strategies if strategy.sync != YARDSTICK]
+        communicating = [strategy for strategy in strategies if strategy.sync != BASELINE]
         ranking = ranking_of([strategy.row for strategy in communicating or strategies], _STEP)
         if ranking is None:
             continue
@@ -91,7 +91,7 @@ def _cost(strategy: StrategyRow) -> str:
         return f" Whether communication costs {strategy.name} anything cannot be told: {compared}."
     times = strategy.communication
     exposed_s, in_flight_s, waiting_s = (times.get(f"{name}_s") for name in ("exposed", "communication", "waiting"))
-    if exposed_s is None or not in_flight_s or strategy.sync == YARDSTICK:
+    if exposed_s is None or not in_flight_s or strategy.sync == BASELINE:
         return ""
     waits = f" ({seconds_words(waiting_s)} of it waiting for the slowest rank)" if waiting_s else ""
     rank = f" on rank {times['rank']:.0f}, which waits least" if times.get("rank") is not None else ""

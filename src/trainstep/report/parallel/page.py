@@ -11,7 +11,7 @@ from typing import Any
 
 from trainstep.config.parallel import USED_BY
 from trainstep.costs.collectives import best_bucket_bytes, bucket_overhead_s
-from trainstep.costs.strategies import YARDSTICK, strategy_named
+from trainstep.costs.strategies import BASELINE, strategy_named
 from trainstep.grouping import grouped
 from trainstep.records.derive import LatencyFit
 from trainstep.report.kit.charts import (
@@ -102,7 +102,7 @@ def _ratios_chart(strategies: Sequence[StrategyRow]) -> Chart | None:
         for quantity, name in _TIMED.items()
     }
     return ratio_chart(
-        "Cost of parallel strategies", "", f"time ÷ time of {YARDSTICK}, whose ranks do not communicate", series
+        "Cost of parallel strategies", "", f"time ÷ time of {BASELINE}, whose ranks do not communicate", series
     )
 
 

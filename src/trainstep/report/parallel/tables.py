@@ -1,6 +1,6 @@
 """The tables of `trainstep parallel`: the step, the communication and the memory of each strategy.
 
-The yardstick is the strategy `none`, whose ranks compute the same step and do not communicate.
+The baseline is the strategy `none`, whose ranks compute the same step and do not communicate.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.config.parallel import STRATEGY_FIELDS, USED_BY, needless
-from trainstep.costs.strategies import YARDSTICK
+from trainstep.costs.strategies import BASELINE
 from trainstep.records.derive import tokens_per_s
 from trainstep.records.record import Record
 from trainstep.records.tables import table_lines
@@ -37,7 +37,7 @@ _DRIVER = (
     "the rest: kernels loaded since."
 )
 _STEPS = (
-    f"Median ± half the interquartile range of the slowest rank. Ratio: to sync {YARDSTICK}, whose ranks do not communicate, "
+    f"Median ± half the interquartile range of the slowest rank. Ratio: to sync {BASELINE}, whose ranks do not communicate, "
     "from interleaved pairs (so it can differ from the quotient of the medians), with its 99 % interval or, with too few pairs, "
     "the ratio of each pair; a doubt names strategies that were not interleaved. Peak: {unit}, of rank 0."
 )
@@ -70,7 +70,7 @@ def parallel_tables(rows: Sequence[Row]) -> list[Table]:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRow:
-    """A strategy's row, and the yardstick's row of the same run; `base` is None if that is missing, failed, or is this row."""
+    """A strategy's row, and the baseline's row of the same run; `base` is None if that is missing, failed, or is this row."""
 
     row: Row
     base: Row | None
@@ -100,7 +100,7 @@ class StrategyRow:
         return table_lines(self.record.tables.get(name)) if self.record.failure is None else []
 
     def ratio(self, quantity: str) -> Ratio | None:
-        """The strategy's time against the yardstick's."""
+        """The strategy's time against the baseline's."""
         return None if self.base is None else ratio_of(self.base, self.row, quantity)
 
     @property
@@ -116,7 +116,7 @@ class StrategyRow:
         return {f"{name}_s": self.record.fact(f"{name}_s") for name in _MESSAGE_TIMES}
 
     def longer_s(self, quantity: str) -> float | None:
-        """Median seconds more than the yardstick's: the cost of communication to the whole step."""
+        """Median seconds more than the baseline's: the cost of communication to the whole step."""
         if self.base is None:
             return None
         own_s, base_s = (median_of(row.record, quantity) for row in (self.row, self.base))
@@ -287,7 +287,7 @@ def _message_time(name: str, *, more: bool) -> Column:
 
 
 def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Column]:
-    """A quantity of time, its ratio to the yardstick's, and the interval, or the ratio of each pair if there are few."""
+    """A quantity of time, its ratio to the baseline's, and the interval, or the ratio of each pair if there are few."""
 
     def middle(strategy: StrategyRow) -> float | None:
         against_none = strategy.ratio(quantity)
@@ -310,7 +310,7 @@ def _time_columns(quantity: str, time: str, ratio: str, ends: str) -> list[Colum
 def _doubts(strategy: StrategyRow) -> str:
     trouble = [f"no trace: {reason}"] if (reason := strategy.record.fact("trace_failed")) else []
     if (ratio := strategy.ratio("step")) and ratio.comparison and ratio.comparison.interleaving == "none":
-        trouble.append(f"not interleaved with {YARDSTICK}")
+        trouble.append(f"not interleaved with {BASELINE}")
     return "; ".join([*doubts(strategy.record), *trouble])
 
 
@@ -354,8 +354,8 @@ def _raw(strategy: StrategyRow) -> Mapping[str, Any]:
 
 
 def strategies_of(rows: Sequence[Row]) -> list[StrategyRow]:
-    """Each row with its yardstick: the row of the same file, machine and config, apart from the options of strategies."""
-    bases = {_run_of(row): row for row in rows if row.record.config["sync"] == YARDSTICK and row.record.failure is None}
+    """Each row with its baseline: the row of the same file, machine and config, apart from the options of strategies."""
+    bases = {_run_of(row): row for row in rows if row.record.config["sync"] == BASELINE and row.record.failure is None}
     bases_of = [(row, bases.get(_run_of(row))) for row in rows]
     return [StrategyRow(row=row, base=None if base is row else base) for row, base in bases_of]
 
