@@ -19,6 +19,7 @@ import functools
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from trainstep.config.script import Part
 from trainstep.measure.run.phase_clock import PhaseClock
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""Where a module keeps hooks of its forward: number -> hook."""
 _NOBODY = -1
 """No thread has this number."""
 
@@ -72,6 +75,7 @@ class Hooks:
         self._replace(DataLoader, "__iter__", self._followed_loader)
         self._replace(torch.amp.GradScaler, "step", self._followed_scaler)
         self._replace(torch.jit, "script", self._without_hooks)
+        self._replace(torch.nn.Module, "__getstate__", _state_without_hooks)
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: _call(forget))
 
@@ -82,8 +86,8 @@ class Hooks:
         for module in self.followed:
             compiled = getattr(module, "_compiled_call_impl", None)
             if compiled is not None:  # `module.compile()`: hooks would be traced into its graph
-                module._compiled_call_impl = self._followed_call(module, compiled)
-                self._undo_modules.append(functools.partial(setattr, module, "_compiled_call_impl", compiled))
+                self._replace(module, "_compiled_call_impl", functools.partial(self._followed_call, module))
+                self._undo_modules.append(self._undo.pop())
                 continue
             before = module.register_forward_pre_hook(_ModuleHook(self._before_forward))
             # Always called, because a step that fails may be caught by the script, which then goes on
@@ -243,7 +247,10 @@ class Hooks:
 
 
 class _ModuleHook:
-    """A hook in a module of the script. A copy or a pickle of the module has one that does nothing, and needs no trainstep."""
+    """A hook in a module of the script. Copies and pickles of the module are without it (`_state_without_hooks`).
+
+    Where a class of the script decides itself what of it is copied, the copy has one that does nothing and needs no trainstep.
+    """
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -256,6 +263,26 @@ class _ModuleHook:
             contextlib.nullcontext(),
             "__exit__",
         )  # Python's own method that takes anything and returns None
+
+
+def _state_without_hooks(state_of: Callable[[torch.nn.Module], Any]) -> Callable[[torch.nn.Module], Any]:
+    """What of a module is copied and pickled, as without us.
+
+    A hook that does nothing could still not be scripted, and `torch.load` with `weights_only` would refuse it.
+    """
+
+    @functools.wraps(state_of)
+    def state_without_hooks(module: torch.nn.Module) -> Any:
+        state = state_of(module)
+        if not isinstance(state, dict):  # a class with slots
+            return state
+        hooks = ((number, hook) for name in _HOOKS for number, hook in state.get(name, {}).items())
+        ours = {number for number, hook in hooks if isinstance(hook, _ModuleHook)}
+        names = (*_HOOKS, "_forward_hooks_always_called") if ours else ()
+        kept = {name: OrderedDict((k, hook) for k, hook in state[name].items() if k not in ours) for name in names}
+        return {**state, **kept}
+
+    return state_without_hooks
 
 
 def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
