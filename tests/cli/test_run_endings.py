@@ -38,15 +38,17 @@ def ended(folder: Path, text: str, *command: str) -> tuple[int, str, str]:
         "import sys\nsys.stdout = None\n",
         pytest.param("import sys\nprint('done')\nsys.stdout.close()\n", marks=SLOW),
         "import sys\nprint('done')\nsys.stderr.close()\n",
+        "import sys\nsys.stderr.close()\nsys.exit('no data')\n",
+        "import sys\nsys.stderr = None\nsys.exit('no data')\n",
         pytest.param("import sys\nwith open('log', 'w') as log:\n    sys.stderr = log\n", marks=SLOW),
         pytest.param("import os\nprint('done')\nos.close(2)\n", marks=SLOW),
     ],
 )
 def test_streams_that_a_script_replaces_or_closes_do_not_change_its_exit_code(text: str, tmp_path: Path):
-    code, out, _ = ended(tmp_path, text)
+    code, out, errors = ended(tmp_path, text)
     ours = ended(tmp_path, text, "-m", "trainstep", "run")
     assert ours[:2] == (code, out)
-    assert ours[2].startswith("trainstep: ")
+    assert ours[2].startswith(f"{errors.lstrip()}trainstep: ")
     assert ours[2].endswith("the script never imported torch, so there is no step to time\n")
 
 

@@ -259,10 +259,8 @@ class _ModuleHook:
         self._call(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (
-            contextlib.nullcontext(),
-            "__exit__",
-        )  # Python's own method that takes anything and returns None
+        # A method of Python's own that takes anything and returns None
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _state_without_hooks(state_of: Callable[[torch.nn.Module], Any]) -> Callable[[torch.nn.Module], Any]:
