@@ -99,7 +99,7 @@ def test_a_module_that_was_compiled_in_place_again_keeps_what_it_was_given(tmp_p
         assert model._compiled_call_impl is not first
         assert torch.equal(saved(model)(x), model(x))
         model.compile(backend="aot_eager")
-        second = model._compiled_call_impl
+        second = model._compiled_call_impl.__wrapped__
     assert model._compiled_call_impl is second
     with watched(tmp_path) as watch:
         watch._hooks.follow([model])
@@ -123,6 +123,31 @@ def test_a_followed_module_compiles_without_graph_breaks(tmp_path: Path):
         model = trained()
         x = torch.randn(2, 8)
         assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
+def in_place(model: torch.nn.Module) -> torch.nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [in_place, lambda model: torch.compile(model, backend="eager")])
+def test_a_followed_module_that_is_compiled_later_is_followed(
+    tmp_path: Path, compiled: Callable[[torch.nn.Module], torch.nn.Module]
+):
+    """A step before the compilation, as a check of shapes, must not make all later passes other code."""
+    torch._dynamo.reset()
+    function = torch.compile
+    with watched(tmp_path) as watch:
+        plain = trained()
+        before = len(watch._hooks.followed)
+        for _ in range(3):  # as each epoch may do
+            model = compiled(plain)
+            forwards = watch._hooks.forwards
+            for _ in range(2):
+                model(torch.randn(4, 8))
+            assert watch._hooks.forwards == forwards + 2
+        assert len(watch._hooks.followed) <= before + 1
+    assert torch.compile is function
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

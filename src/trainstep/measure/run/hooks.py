@@ -11,7 +11,7 @@ torch.compile would have to trace it.
 
 Only the thread that trains is followed: the one that installed the hooks, or the one that first updates parameters. Processes
 that the script forks (workers of a data loader) follow nothing. Copies and pickles of a module (`torch.save(model)`) hold nothing
-of ours, and where torch.compile traces a hook it sees that the hook does nothing.
+of ours. Where torch.compile traces a hook it sees that the hook does nothing, so what it makes of a followed module is followed.
 """
 
 import contextlib
@@ -75,6 +75,8 @@ class Hooks:
         self._replace(DataLoader, "__iter__", self._followed_loader)
         self._replace(torch.amp.GradScaler, "step", self._followed_scaler)
         self._replace(torch.jit, "script", self._without_hooks)
+        self._replace(torch, "compile", self._following_compiled)
+        self._replace(torch.nn.Module, "compile", self._following_compiled_in_place)
         self._replace(torch.nn.Module, "__getstate__", _state_without_hooks)
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: _call(forget))
@@ -204,6 +206,31 @@ class Hooks:
                 self.follow(followed)
 
         return script_without_hooks
+
+    def _following_compiled(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a followed module that is compiled, the compiled one is followed too: hooks in what is traced do nothing."""
+
+        @functools.wraps(compile_)
+        def compile_and_follow(*arguments: Any, **options: Any) -> Any:
+            compiled = compile_(*arguments, **options)
+            original = getattr(compiled, "_orig_mod", None)
+            if any(module is original for module in self.followed):
+                others = [module for module in self.followed if getattr(module, "_orig_mod", None) is not original]
+                self.follow([*others, compiled])
+            return compiled
+
+        return compile_and_follow
+
+    def _following_compiled_in_place(self, compile_: Callable[..., None]) -> Callable[..., None]:
+        """The same of `module.compile()`."""
+
+        @functools.wraps(compile_)
+        def compile_and_follow(module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+            compile_(module, *arguments, **options)
+            if any(module is followed for followed in self.followed):
+                self.follow(self.followed)
+
+        return compile_and_follow
 
     def _followed_call(self, module: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
