@@ -77,6 +77,7 @@ def test_another_quantity_and_the_gate_are_as_for_other_records(compare: Compare
     ("before", "after", "words"),
     [
         ({"arguments": "--lr 1"}, {"arguments": "--lr 2"}, "they differ in arguments (--lr 1; --lr 2)"),
+        ({"arguments": ""}, {"arguments": "--lr 2"}, "they differ in arguments (none; --lr 2)"),
         ({"script": "old/train.py"}, {"script": "new/train.py"}, "script (old/train.py; new/train.py)"),
         ({}, {"facts": {"applied": "workers=8"}}, "they differ in applied (none; workers=8)"),
         ({"facts": {"script_source": "1a"}}, {"facts": {"script_source": "2b"}}, "script_source (1a; 2b)"),
@@ -109,10 +110,11 @@ def test_variants_without_a_partner_are_refused_with_the_way_out(compare: Compar
     ("after", "words"),
     [
         (a_script(10.0, "after", script="other.py"), "they differ in script (train.py; other.py); runs are matched"),
+        (a_script(10.0, "after", script="other.py", arguments="1"), "arguments (none; 1); runs are matched"),
         (a_script(10.0, "after", device="cuda"), "they differ in device (cpu; cuda); runs are matched"),
         (a_record(workload="own:X", config={"size": 1}), "they differ in workload (run; own:X)\n"),
     ],
-    ids=["another script", "another device", "another workload"],
+    ids=["another script", "other arguments", "another device", "another workload"],
 )
 def test_what_is_no_run_of_the_script_is_refused_in_a_sentence(after: Record, words: str, compare: Compare):
     code, _, error = compare([a_script(10.0)], [after])

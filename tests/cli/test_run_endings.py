@@ -4,6 +4,7 @@ These scripts import no torch, so that a process takes a fraction of a second; `
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,15 +39,17 @@ def ended(folder: Path, text: str, *command: str) -> tuple[int, str, str]:
         "import sys\nsys.stdout = None\n",
         pytest.param("import sys\nprint('done')\nsys.stdout.close()\n", marks=SLOW),
         "import sys\nprint('done')\nsys.stderr.close()\n",
+        "import sys\nsys.stderr.close()\nsys.exit('no data')\n",
+        "import sys\nsys.stderr = None\nsys.exit('no data')\n",
         pytest.param("import sys\nwith open('log', 'w') as log:\n    sys.stderr = log\n", marks=SLOW),
         pytest.param("import os\nprint('done')\nos.close(2)\n", marks=SLOW),
     ],
 )
 def test_streams_that_a_script_replaces_or_closes_do_not_change_its_exit_code(text: str, tmp_path: Path):
-    code, out, _ = ended(tmp_path, text)
+    code, out, errors = ended(tmp_path, text)
     ours = ended(tmp_path, text, "-m", "trainstep", "run")
     assert ours[:2] == (code, out)
-    assert ours[2].startswith("trainstep: ")
+    assert ours[2].startswith(f"{errors.lstrip()}trainstep: ")
     assert ours[2].endswith("the script never imported torch, so there is no step to time\n")
 
 
@@ -77,6 +80,27 @@ def test_threads_that_go_on_are_awaited_before_the_end_is_shown(tmp_path: Path):
         "thread",
         "trainstep: the script never imported torch, so there is no step to time",
     ]
+
+
+def test_ctrl_c_while_threads_go_on_shows_the_end(tmp_path: Path):
+    (tmp_path / "train.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=lambda: [time.sleep(0.3), print('thread', flush=True), time.sleep(5)]).start()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainstep", "run", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": import_path()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "thread\n"
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert errors == "trainstep: the script never imported torch, so there is no step to time\n"
+    assert process.returncode == 0
 
 
 @SLOW

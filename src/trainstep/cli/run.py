@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -160,7 +161,10 @@ def _run_watched(script: Script, session: "_Session", page: Path | None) -> int:
         end_forked(ended.code)
     last.interrupted = ended.by_interrupt
     try:
-        join_threads()
+        try:
+            join_threads()
+        except KeyboardInterrupt:  # which leaves the threads, and the exit code, as under Python
+            ended = replace(ended, words="interrupted")
         session.end(ended, page)
     except KeyboardInterrupt:
         session.say(f"interrupted; the records are kept in {session.records}")

@@ -49,6 +49,65 @@ def test_copies_of_a_followed_module_compute_the_same_and_are_not_followed(
         assert watch._hooks.forwards == forwards + 1, "the copy's call is not counted"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, saved])
+def test_copies_of_a_followed_module_have_the_scripts_hooks_alone_and_can_be_scripted(
+    tmp_path: Path, copied: Callable[[torch.nn.Module], torch.nn.Module]
+):
+    state_of = torch.nn.Module.__getstate__
+    with watched(tmp_path):
+        model = trained()
+        handle = model.register_forward_hook(print, always_call=True)
+        assert list(copied(model)._forward_hooks.values()) == [print]
+        assert len(copied(model)._forward_hooks_always_called) == 1
+        handle.remove()
+        x = torch.randn(2, 8)
+        assert torch.equal(torch.jit.script(copied(model))(x), model(x))
+    assert torch.nn.Module.__getstate__ is state_of
+
+
+def test_a_saved_module_is_loaded_with_weights_only(tmp_path: Path):
+    with watched(tmp_path):
+        torch.save(trained(), tmp_path / "model.pt")
+    with torch.serialization.safe_globals([torch.nn.Sequential, torch.nn.Linear, torch.nn.GELU]):
+        assert torch.load(tmp_path / "model.pt", weights_only=True)(torch.ones(1, 8)).shape == (1, 8)
+
+
+class CopiesItself(torch.nn.Linear):
+    """Decides itself what of it is pickled."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return dict(vars(self))
+
+
+def test_a_module_that_decides_what_is_copied_gets_hooks_that_do_nothing(tmp_path: Path):
+    with watched(tmp_path) as watch:
+        trained()
+        model = CopiesItself(8, 8)
+        watch._hooks.follow([model])
+        other, forwards = saved(model), watch._hooks.forwards
+        assert torch.equal(
+            other(torch.ones(1, 8)), torch.nn.functional.linear(torch.ones(1, 8), model.weight, model.bias)
+        )
+        assert watch._hooks.forwards == forwards
+
+
+def test_a_module_that_was_compiled_in_place_again_keeps_what_it_was_given(tmp_path: Path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model.compile(backend="eager")
+    x, first = torch.ones(1, 8), model._compiled_call_impl
+    with watched(tmp_path) as watch:
+        watch._hooks.follow([model])
+        assert model._compiled_call_impl is not first
+        assert torch.equal(saved(model)(x), model(x))
+        model.compile(backend="aot_eager")
+        second = model._compiled_call_impl.__wrapped__
+    assert model._compiled_call_impl is second
+    with watched(tmp_path) as watch:
+        watch._hooks.follow([model])
+    assert model._compiled_call_impl is second
+
+
 def test_a_saved_module_is_read_where_there_is_no_trainstep(tmp_path: Path):
     with watched(tmp_path):
         torch.save(trained(), tmp_path / "model.pt")
@@ -66,6 +125,31 @@ def test_a_followed_module_compiles_without_graph_breaks(tmp_path: Path):
         model = trained()
         x = torch.randn(2, 8)
         assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
+def in_place(model: torch.nn.Module) -> torch.nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [in_place, lambda model: torch.compile(model, backend="eager")])
+def test_a_followed_module_that_is_compiled_later_is_followed(
+    tmp_path: Path, compiled: Callable[[torch.nn.Module], torch.nn.Module]
+):
+    """A step before the compilation, as a check of shapes, must not make all later passes other code."""
+    torch._dynamo.reset()
+    function = torch.compile
+    with watched(tmp_path) as watch:
+        plain = trained()
+        before = len(watch._hooks.followed)
+        for _ in range(3):  # as each epoch may do
+            model = compiled(plain)
+            forwards = watch._hooks.forwards
+            for _ in range(2):
+                model(torch.randn(4, 8))
+            assert watch._hooks.forwards == forwards + 2
+        assert len(watch._hooks.followed) <= before + 1
+    assert torch.compile is function
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

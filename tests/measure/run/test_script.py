@@ -177,6 +177,11 @@ def test_a_script_behind_a_link_finds_what_lies_beside_it(tmp_path: Path):
     assert (code, out) == (0, f"5 {tmp_path / 'link.py'}\n")
 
 
+def test_words_of_sys_exit_that_cannot_be_shown_do_not_change_the_exit_code(tmp_path: Path):
+    write(tmp_path, "import sys\nclass Words:\n    def __str__(self):\n        return 1 / 0\nsys.exit(Words())\n")
+    assert alike(tmp_path, "train.py")[:2] == (1, "")
+
+
 def test_the_main_module_has_what_python_gives_it(tmp_path: Path):
     write(tmp_path, "__builtins__.profile = len\nprint(profile([1, 2]), __cached__, __annotations__)\n")
     assert alike(tmp_path, "train.py")[:2] == (0, "2 None {}\n")

@@ -11,7 +11,7 @@ torch.compile would have to trace it.
 
 Only the thread that trains is followed: the one that installed the hooks, or the one that first updates parameters. Processes
 that the script forks (workers of a data loader) follow nothing. Copies and pickles of a module (`torch.save(model)`) hold nothing
-of ours, and where torch.compile traces a hook it sees that the hook does nothing.
+of ours. Where torch.compile traces a hook it sees that the hook does nothing, so what it makes of a followed module is followed.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import functools
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from trainstep.config.script import Part
 from trainstep.measure.run.phase_clock import PhaseClock
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""Where a module keeps hooks of its forward: number -> hook."""
 _NOBODY = -1
 """No thread has this number."""
 
@@ -72,6 +75,9 @@ class Hooks:
         self._replace(DataLoader, "__iter__", self._followed_loader)
         self._replace(torch.amp.GradScaler, "step", self._followed_scaler)
         self._replace(torch.jit, "script", self._without_hooks)
+        self._replace(torch, "compile", self._following_compiled)
+        self._replace(torch.nn.Module, "compile", self._following_compiled_in_place)
+        self._replace(torch.nn.Module, "__getstate__", _state_without_hooks)
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: _call(forget))
 
@@ -82,8 +88,8 @@ class Hooks:
         for module in self.followed:
             compiled = getattr(module, "_compiled_call_impl", None)
             if compiled is not None:  # `module.compile()`: hooks would be traced into its graph
-                module._compiled_call_impl = self._followed_call(module, compiled)
-                self._undo_modules.append(functools.partial(setattr, module, "_compiled_call_impl", compiled))
+                self._replace(module, "_compiled_call_impl", functools.partial(self._followed_call, module))
+                self._undo_modules.append(self._undo.pop())
                 continue
             before = module.register_forward_pre_hook(_ModuleHook(self._before_forward))
             # Always called, because a step that fails may be caught by the script, which then goes on
@@ -201,6 +207,31 @@ class Hooks:
 
         return script_without_hooks
 
+    def _following_compiled(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a followed module that is compiled, the compiled one is followed too: hooks in what is traced do nothing."""
+
+        @functools.wraps(compile_)
+        def compile_and_follow(*arguments: Any, **options: Any) -> Any:
+            compiled = compile_(*arguments, **options)
+            original = getattr(compiled, "_orig_mod", None)
+            if any(module is original for module in self.followed):
+                others = [module for module in self.followed if getattr(module, "_orig_mod", None) is not original]
+                self.follow([*others, compiled])
+            return compiled
+
+        return compile_and_follow
+
+    def _following_compiled_in_place(self, compile_: Callable[..., None]) -> Callable[..., None]:
+        """The same of `module.compile()`."""
+
+        @functools.wraps(compile_)
+        def compile_and_follow(module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+            compile_(module, *arguments, **options)
+            if any(module is followed for followed in self.followed):
+                self.follow(self.followed)
+
+        return compile_and_follow
+
     def _followed_call(self, module: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def followed_call(*arguments: Any, **options: Any) -> Any:
@@ -243,7 +274,10 @@ class Hooks:
 
 
 class _ModuleHook:
-    """A hook in a module of the script. A copy or a pickle of the module has one that does nothing, and needs no trainstep."""
+    """A hook in a module of the script. Copies and pickles of the module are without it (`_state_without_hooks`).
+
+    Where a class of the script decides itself what of it is copied, the copy has one that does nothing and needs no trainstep.
+    """
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -252,10 +286,28 @@ class _ModuleHook:
         self._call(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (
-            contextlib.nullcontext(),
-            "__exit__",
-        )  # Python's own method that takes anything and returns None
+        # A method of Python's own that takes anything and returns None
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _state_without_hooks(state_of: Callable[[torch.nn.Module], Any]) -> Callable[[torch.nn.Module], Any]:
+    """What of a module is copied and pickled, as without us.
+
+    A hook that does nothing could still not be scripted, and `torch.load` with `weights_only` would refuse it.
+    """
+
+    @functools.wraps(state_of)
+    def state_without_hooks(module: torch.nn.Module) -> Any:
+        state = state_of(module)
+        if not isinstance(state, dict):  # a class with slots
+            return state
+        hooks = ((number, hook) for name in _HOOKS for number, hook in state.get(name, {}).items())
+        ours = {number for number, hook in hooks if isinstance(hook, _ModuleHook)}
+        names = (*_HOOKS, "_forward_hooks_always_called") if ours else ()
+        kept = {name: OrderedDict((k, hook) for k, hook in state[name].items() if k not in ours) for name in names}
+        return {**state, **kept}
+
+    return state_without_hooks
 
 
 def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

@@ -41,7 +41,7 @@ class Script:
     spec: importlib.machinery.ModuleSpec | None
     """The spec of a module, by whose name spawned processes import it; None for a file."""
     search: str
-    """The folder that Python puts first on the import path."""
+    """The folder that Python puts first on the import path: that of the file which a link names, unlike `__file__`."""
     source: str = ""
     """SHA-256 of the file, its first 12 digits; empty where a module has no file of its own."""
 
@@ -103,9 +103,7 @@ def find_script(words: Sequence[str]) -> Script:
         file=file,
         code=code,
         spec=None,
-        search=os.path.dirname(
-            os.path.realpath(name)
-        ),  # links resolved, as Python does for its path, and not for __file__
+        search=os.path.dirname(os.path.realpath(name)),
         source=_digest(source),
     )
 
@@ -309,7 +307,9 @@ def _exited(error: SystemExit) -> Ended:
     """What Python makes of sys.exit: a number is the exit code, nothing is 0, and anything else is printed and 1."""
     if error.code is None or isinstance(error.code, int):
         return Ended(code=int(error.code or 0), words=ending_words(error))
-    print(error.code, file=sys.stderr)
+    for text in (error.code, "\n"):
+        with suppress(Exception):  # a stream that the script closed, an object's own __str__: Python goes on as well
+            print(text, end="", file=sys.__stderr__ if sys.stderr is None else sys.stderr)
     return Ended(code=1, words=ending_words(error))
 
 

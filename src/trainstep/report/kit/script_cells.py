@@ -33,7 +33,7 @@ def with_doubts(before: Record, after: Record, comparison: Comparison) -> Compar
     reason = comparison.reason.removesuffix(NOT_INTERLEAVED)  # made alternately or not: their order is not known
     doubt = f"a value is the median of one run's steps, and there are {counts[0]} and {counts[1]} runs"
     pairs = {name: (before.config.get(name), after.config.get(name)) for name in {**before.config, **after.config}}
-    differing = [f"{name} ({words(a)}; {words(b)})" for name, (a, b) in pairs.items() if a != b]
+    differing = [f"{name} ({words(a) or 'none'}; {words(b) or 'none'})" for name, (a, b) in pairs.items() if a != b]
     more = f"; they differ in {', '.join(differing)}" if differing else ""
     return replace(comparison, reason=f"{reason}; {doubt}{more}")
 

@@ -19,8 +19,8 @@ _INTERLEAVE = (
     "alike."
 )
 _WHICH_RUNS = (
-    "; runs are matched by the name of the script's file (in any folder), rank and device, and where a file has several variants "
-    "of a script also by what tells these apart: give each variant a file of records of its own"
+    "; runs are matched by the name of the script's file (in any folder), rank, number of ranks and device, and where a file has "
+    "several variants of a script also by what tells these apart: give each variant a file of records of its own"
 )
 
 
@@ -147,7 +147,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _value(config: Mapping[str, Any], name: str) -> str:
-    return words(config[name]) if name in config else "no such field"
+    return (words(config[name]) or "none") if name in config else "no such field"
 
 
 def _listed(differing: Mapping[str, tuple[list[str], list[str]]]) -> str:
