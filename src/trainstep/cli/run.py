@@ -320,6 +320,5 @@ def _rank(environ: Mapping[str, str]) -> tuple[int, int, int, str]:
     launch = find_launch(environ)
     if launch.world_size == 1:
         return 0, 1, 1, ""
-    names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     here = launch.local_size or launch.world_size
-    return launch.rank, launch.world_size, here, shared_name(*(environ.get(name, "") for name in names))
+    return launch.rank, launch.world_size, here, shared_name(environ)

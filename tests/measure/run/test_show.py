@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from record_maker import a_record
-from trainstep.measure.run.show import rank_path, show_run, wait_for_ranks
+from trainstep.measure.run.show import rank_path, shared_name, show_run, wait_for_ranks
 from trainstep.records.facts import facts_of
 from trainstep.records.store import Store
 
@@ -42,3 +42,10 @@ def test_a_report_that_cannot_be_started_is_a_sentence(tmp_path: Path, monkeypat
     monkeypatch.setattr(subprocess, "Popen", refuse)
     failed = show_run(tmp_path / "r.jsonl", tmp_path / "r.html", None)
     assert failed == "the report could not be started: Cannot allocate memory"
+
+
+def test_ranks_of_one_launch_agree_on_a_name_which_the_next_launch_has_not():
+    """torchrun starts ranks again from the same process, and counts how often."""
+    first = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "0"}
+    assert shared_name(first) == shared_name({**first, "RANK": "1"})
+    assert shared_name(first) != shared_name({**first, "TORCHELASTIC_RESTART_COUNT": "1"})

@@ -109,7 +109,7 @@ class Session:
             _check_type(option, value)
         schedule = Schedule(every=inspect_every)
         rank, ranks = _rank()
-        launch = shared_name() if ranks > 1 else ""
+        launch = shared_name(os.environ) if ranks > 1 else ""
         default = RUNS / f"run-{launch}.jsonl" if launch else new_records_path("run")
         path = Path(os.path.abspath(out or default))
         self._page = (

@@ -9,6 +9,7 @@ import hashlib
 import os
 import subprocess
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -18,18 +19,21 @@ from trainstep.records.store import Store
 
 _LONGEST_S = 300.0
 _LONGEST_WAIT_S = 5.0
+_LAUNCH = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
-def shared_name(*more: str) -> str:
+def shared_name(environ: Mapping[str, str]) -> str:
     """A name for a run that all ranks on a machine agree on without asking each other: from the process that started them.
 
-    `more`: words that tell two runs of that process apart.
+    What the launcher says in `environ` tells two runs of that process apart, and a launch from one that torchrun started again.
     """
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat")
     # Its start in ticks since the machine's: the number of a process that has ended may be given again
     started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
-    digest = hashlib.sha256("\0".join((str(parent), started, *more)).encode()).hexdigest()
+    digest = hashlib.sha256(
+        "\0".join((str(parent), started, *(environ.get(name, "") for name in _LAUNCH))).encode()
+    ).hexdigest()
     return f"{datetime.now():%Y%m%d}-{digest[:6]}"
 
 

@@ -31,6 +31,8 @@ def with_doubts(before: Record, after: Record, comparison: Comparison) -> Compar
     """The comparison of two such cells; its reason says what a value is, what the interval leaves out, and what else differs."""
     counts = [record.fact("compared_runs", 1) for record in (before, after)]
     reason = comparison.reason.removesuffix(NOT_INTERLEAVED)  # made alternately or not: their order is not known
+    if not all(record.samples["step"].values for record in (before, after)):
+        reason = "a side has no timed step, only warm-ups"
     doubt = f"a value is the median of one run's steps, and there are {counts[0]} and {counts[1]} runs"
     pairs = {name: (before.config.get(name), after.config.get(name)) for name in {**before.config, **after.config}}
     differing = [f"{name} ({words(a) or 'none'}; {words(b) or 'none'})" for name, (a, b) in pairs.items() if a != b]
