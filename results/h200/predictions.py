@@ -22,7 +22,7 @@ from typing import Any
 from trainstep.config.grid import Cell, expand_all
 from trainstep.config.machine import machine_spec
 from trainstep.config.sweep import load_sweep
-from trainstep.plan.grade import planned_config
+from trainstep.plan.cell_config import planned_config
 from trainstep.plan.time.calibration import calibration_for
 from trainstep.plan.time.grade import CAPTURED, DEVICE, GROUPS, HOST
 from trainstep.plan.time.recorded import recorded_prediction

@@ -12,7 +12,8 @@ from trainstep.config.parallel import RankRunConfig, RanksConfig, SyncConfig
 from trainstep.config.run import RunConfig
 from trainstep.parallel.copies.messages import CopyEngines
 from trainstep.plan.allocator import Allocator
-from trainstep.plan.grade import Grade, grade_records, ranks_config
+from trainstep.plan.cell_config import ranks_config
+from trainstep.plan.grade import Grade, grade_records
 from trainstep.plan.memory_terms import transformer_parameters
 from trainstep.plan.peak_memory import expected_memory
 from trainstep.plan.rank_tensors import _LEAST_COPIED_BYTES

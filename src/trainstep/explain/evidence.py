@@ -14,7 +14,7 @@ from typing import Any
 
 from trainstep.config.machine import machine_spec
 from trainstep.config.parallel import RanksConfig
-from trainstep.plan.grade import ranks_config
+from trainstep.plan.cell_config import ranks_config
 from trainstep.records.record import Record
 from trainstep.records.tables import table_lines
 from trainstep.traces.kernel_classes import ATTENTION, COMMUNICATION, COPIES, IDLE, MATMUL, OPTIMIZER, OTHER, OVERHEAD

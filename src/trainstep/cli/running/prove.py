@@ -29,7 +29,7 @@ from trainstep.explain.trace_evidence import check_provable
 from trainstep.measure.harness.lab import Lab
 from trainstep.measure.harness.local import run_groups
 from trainstep.measure.harness.sweep import check_same_place
-from trainstep.plan.grade import planned_config
+from trainstep.plan.cell_config import planned_config
 from trainstep.plan.time.calibration import Calibration
 from trainstep.records.record import Environment, Record
 from trainstep.records.store import RUNS, Store

@@ -20,7 +20,7 @@ from trainstep.config.machine import machine_spec
 from trainstep.config.model import ModelConfig
 from trainstep.config.parallel import RanksConfig, needless
 from trainstep.costs.strategies import BASELINE
-from trainstep.plan.grade import ranks_config
+from trainstep.plan.cell_config import ranks_config
 from trainstep.plan.prediction import predict
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.grade import is_timed, measured_time_s

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainstep.plan.grade import ranks_config
+from trainstep.plan.cell_config import ranks_config
 from trainstep.plan.time.calibration import Calibration
 from trainstep.plan.time.power import BURST_S
 from trainstep.plan.time.step_time import StepTime, step_time

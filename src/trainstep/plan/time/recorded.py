@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainstep.config.machine import machine_spec
-from trainstep.plan.grade import planned_config
+from trainstep.plan.cell_config import planned_config
 from trainstep.plan.step_memory import replay
 from trainstep.plan.time.calibration import Calibration, calibration_for
 from trainstep.plan.time.power import BURST_S
