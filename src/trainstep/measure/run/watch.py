@@ -5,7 +5,7 @@
     ...                    # the script trains
     watch.stop(Ending(words="finished"))
 
-Outside of inspected steps a step costs the hooks (hooks.py) and `_end_step`, less than 0.1 ms together. An error in here
+Outside of inspected steps a step costs the hooks (hooks.py) and `_end_step`, about 0.1 ms together. An error in here
 never reaches the script: the watch then ends itself, and `trouble` says why.
 
 [Note: how often] An inspected step is slower, and reading its trace takes the script tenths of a second to seconds. So the next
