@@ -155,7 +155,16 @@ def test_a_budget_below_the_minimum_is_refused_in_one_sentence():
     assert (failed.value.failure.kind, failed.value.failure.phase) == ("unsupported", "recompute")
 
 
-def test_a_record_has_the_choice_and_the_curve():
+def test_a_record_has_the_choice_and_the_curve(monkeypatch: pytest.MonkeyPatch):
+    measure = recompute_budget.block_cost
+    added_s = {
+        mode: float(number) for number, mode in enumerate(MODES)
+    }  # beside other work a block may seem to add nothing
+    monkeypatch.setattr(
+        recompute_budget,
+        "block_cost",
+        lambda *arguments: dataclasses.replace(measure(*arguments), added_s=added_s),
+    )
     measurement = prepare_step(dataclasses.replace(RUN, steps=1, warmups=0), lambda _stage: None)
     measurement.take(1)
     findings = measurement.finish()
