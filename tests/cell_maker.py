@@ -43,6 +43,13 @@ def import_path() -> str:
     return os.pathsep.join([str(TESTS), str(Path(trainstep.__file__).parent.parent)])
 
 
+def run_python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` in a folder to its end, without GPUs and on one core."""
+    environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
 def start(*arguments: object, folder: Path, mark: str = "", **options: Any) -> subprocess.Popen[str]:
     """Start `trainstep ARGUMENTS` in a folder, without GPUs, as leader of a session."""
     environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", MARK: mark}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cell_maker import import_path
+from cell_maker import import_path, run_python
 from pseudo_terminal import on_terminal
 from trainstep.cli.app import run
 from trainstep.cli.run import split_words
@@ -33,15 +33,8 @@ for step in range(int(sys.argv[1])):
 """
 
 
-def start(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run a command line in a folder to its end. Words that begin with a script's name run it by Python alone."""
-    command = [sys.executable, *launcher, *words]
-    environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=110, check=False)
-
-
 def watched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return start(folder, "-m", "trainstep", "run", *words)
+    return run_python(folder, "-m", "trainstep", "run", *words)
 
 
 def records(folder: Path) -> list[Record]:
@@ -232,7 +225,7 @@ def test_a_script_without_torch_says_so_and_keeps_its_exit_code(tmp_path: Path):
 @pytest.mark.slow
 def test_a_script_trains_as_ever_and_is_recorded(tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAINING + "import os; os.chdir('/')\n")
-    done, alone = watched(tmp_path, "--inspect-every", "7", "train.py", "20"), start(tmp_path, "train.py", "20")
+    done, alone = watched(tmp_path, "--inspect-every", "7", "train.py", "20"), run_python(tmp_path, "train.py", "20")
     assert (done.returncode, done.stdout) == (0, alone.stdout), "losses are the same to the last digit"
     assert "Your step takes " in done.stderr
     assert "print(step, loss.item())" in done.stderr, "the line that reads a value"
@@ -269,7 +262,7 @@ def test_what_was_recorded_stays_however_it_ends(last: str, code: int, ending: s
     written = records(tmp_path)
     assert written[-1].fact("ending") == ending
     assert written[-1].fact("steps_seen") == (12 if ending else 10)
-    shown = start(tmp_path, "-m", "trainstep", "report", "runs").stdout
+    shown = run_python(tmp_path, "-m", "trainstep", "report", "runs").stdout
     assert (ending or "No record says how it ended: it was killed after step 10") in shown
     assert (ending is not None) == ("page: runs" in done.stderr)
 
@@ -284,7 +277,7 @@ def test_every_rank_writes_and_rank_0_shows(tmp_path: Path):
         + "torch.distributed.destroy_process_group()\n"
     )
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = start(tmp_path, "-m", "trainstep", "run", "--inspect-every", "6", "train.py", "15", launcher=launcher)
+    done = run_python(tmp_path, *launcher, "-m", "trainstep", "run", "--inspect-every", "6", "train.py", "15")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Your step takes") == 1
     files = sorted((tmp_path / "runs").glob("*.jsonl"), key=lambda file: len(file.name))
@@ -302,7 +295,7 @@ def test_every_rank_writes_and_rank_0_shows(tmp_path: Path):
 def test_the_report_of_a_run_is_json_too(tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAINING)
     watched(tmp_path, "--quiet", "--out", "r.jsonl", "--no-page", "train.py", "9")
-    report = json.loads(start(tmp_path, "-m", "trainstep", "report", "r.jsonl", "--format", "json").stdout)
+    report = json.loads(run_python(tmp_path, "-m", "trainstep", "report", "r.jsonl", "--format", "json").stdout)
     assert report["answer"][0]["verdict"].startswith("Your step takes ")
     assert report["rows"][0]["steps_seen"] >= 4
     assert not list(tmp_path.glob("*.html"))

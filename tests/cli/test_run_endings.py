@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cell_maker import import_path
+from cell_maker import import_path, run_python
 
 SLOW = pytest.mark.slow
 
@@ -19,16 +19,7 @@ SLOW = pytest.mark.slow
 def ended(folder: Path, text: str, *command: str) -> tuple[int, str, str]:
     """The exit code, output and errors of a script under a command of Python."""
     (folder / "train.py").write_text(text)
-    environ = {**os.environ, "PYTHONPATH": import_path()}
-    done = subprocess.run(
-        [sys.executable, *command, "train.py"],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python(folder, *command, "train.py")
     return done.returncode, done.stdout, done.stderr
 
 

@@ -1,13 +1,10 @@
 """Scripts that make it hard to find steps: each is recorded or a sentence says why not, and its exit code and output stay."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from cell_maker import import_path
+from cell_maker import run_python
 from trainstep.records.record import Record
 from trainstep.records.store import Store
 
@@ -30,9 +27,8 @@ def run(folder: Path, text: str, *words: str) -> tuple[int, str, str, list[Recor
     (folder / "project").mkdir()
     (folder / "project" / "train.py").write_text(BEGIN + text)
     out = folder / "run.jsonl"
-    command = [sys.executable, "-m", "trainstep", "run", "--no-page", "--out", str(out), "project/train.py", *words]
-    environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    run_words = ["-m", "trainstep", "run", "--no-page", "--out", str(out), "project/train.py"]
+    done = run_python(folder, *run_words, *words)
     return done.returncode, done.stdout, done.stderr, Store(out).read() if out.exists() else []
 
 

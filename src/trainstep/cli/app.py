@@ -125,10 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
-    words, output = sys.argv[1:] if arguments is None else list(arguments), sys.stdout
+    output, words = sys.stdout, list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _run_task(words)
-        if sys.stdout is output:  # else a script has its own streams back, which are flushed as Python does it
+        if sys.stdout is output:  # else a script has its own streams back, which Python flushes at its end
             output.flush()
         return code
     except ValueError as error:

@@ -54,8 +54,16 @@ _LAUNCHING = 0.9
 _MODELLED, _CALIBRATED = 0.25, 0.05
 """Relative deviation of a group's time where no profile was taken and plan divided the whole, and where one was."""
 _WORK = (MATMUL, ATTENTION, MEMORY, OPTIMIZER)
-_REST = {MATMUL: "matmul_shapes", MEMORY: "unfused"} | dict.fromkeys((ATTENTION, ATTENTION_MATMUL), "attention_kernel")
-_REST |= {OPTIMIZER: "optimizer", CASTS: "casts", HOST_COPIES: "host_copies", OVERHEAD: "host_launches"}
+_REST = {
+    MATMUL: "matmul_shapes",
+    ATTENTION: "attention_kernel",
+    ATTENTION_MATMUL: "attention_kernel",
+    MEMORY: "unfused",
+    OPTIMIZER: "optimizer",
+    CASTS: "casts",
+    HOST_COPIES: "host_copies",
+    OVERHEAD: "host_launches",
+}
 """Group -> the cause of what is left above its floor."""
 AS_THEY_RUN = "work as it runs"
 """The floor of kernels for which there is no formula."""

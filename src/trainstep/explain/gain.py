@@ -49,7 +49,7 @@ def loaded_share(data_s: float, measured_s: float, *, workers: int, now: int | N
         return 1.0
     if workers <= now:
         return _EXPECTED
-    batch_s = now * measured_s or data_s
+    batch_s = now * measured_s if now else data_s
     left_s = max(0.0, batch_s / workers - (measured_s - data_s))
     return max(0.0, 1 - left_s / data_s)
 

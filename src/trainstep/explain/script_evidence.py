@@ -137,7 +137,7 @@ def script_evidence(records: Sequence[Record]) -> Evidence:
 
 
 def _data_share(record: Record, data_s: float, measured_s: float) -> float:
-    """The share of the wait for data that the workers should gain that a proof would try."""
+    """The share of the wait for data that should be gained by as many workers as a proof would try."""
     place = place_of(record)
     workers = workers_for(place.cores, ranks=place.ranks)
     return loaded_share(data_s, measured_s, workers=workers, now=record.fact("loader_workers"))

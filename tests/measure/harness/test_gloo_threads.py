@@ -1,14 +1,11 @@
 """Before torch's profiler ends, gloo's threads must sleep: one that has yet to note a message's end writes into freed memory."""
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from cell_maker import import_path
+from cell_maker import run_python
 from trainstep.measure.harness.gloo_threads import wait_for_gloo_threads
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc says what threads do")
@@ -76,15 +73,7 @@ def test_without_such_threads_nothing_is_waited_for():
 @pytest.mark.slow
 def test_after_it_every_message_of_gloo_has_ended(tmp_path: Path):
     (tmp_path / "futures.py").write_text(FUTURES)
-    environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "futures.py"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    done = run_python(tmp_path, "futures.py")
+    assert done.returncode == 0, done.stderr
     early, late = map(int, done.stdout.split())  # where no future is early, this shows nothing
     assert late == 0, f"{late} of 3000 messages had not ended; without waiting {early}"

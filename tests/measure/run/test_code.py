@@ -1,8 +1,6 @@
 """`trainstep.watch` in code, its callbacks and its trackers."""
 
 import importlib
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 import trainstep
-from cell_maker import import_path
+from cell_maker import run_python
 from trainstep.config.script import Part
 from trainstep.measure.run.live import LiveLine, live_words
 from trainstep.measure.run.recording import StepTimes
@@ -289,16 +287,7 @@ def test_a_watch_that_is_never_left_is_ended_with_python(tmp_path: Path):
         "    model(torch.randn(4, 8)).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    environ = {**os.environ, "PYTHONPATH": import_path()}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_python(tmp_path, "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     (record,) = records(tmp_path / "r.jsonl")
     assert record.fact("ending") == "Python ended before the watch did"

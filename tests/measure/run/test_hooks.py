@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from cell_maker import run_python
 from run_records import records_of, watched
 
 
@@ -115,7 +114,7 @@ def test_a_saved_module_is_read_where_there_is_no_trainstep(tmp_path: Path):
         "import sys; sys.modules['trainstep'] = None; import torch; "
         f"print(torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)(torch.ones(1, 8)).shape)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    ran = run_python(tmp_path, "-c", code)
     assert (ran.stdout.strip(), ran.returncode) == ("torch.Size([1, 8])", 0), ran.stderr
 
 

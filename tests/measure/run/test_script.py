@@ -1,6 +1,5 @@
 """A script runs as Python itself would run it: its name, arguments, path, errors and exit code. No torch is needed here."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cell_maker import import_path
+from cell_maker import run_python
 from trainstep.measure.run.script import find_script
 
 RUN = """
@@ -24,9 +23,7 @@ sys.exit(ended.code)
 
 def run(folder: Path, *words: str, direct: bool = False) -> tuple[int, str, str]:
     """Run a script in a folder by us, or `direct`ly by Python: its exit code, output and errors."""
-    command = [sys.executable, *words] if direct else [sys.executable, "-c", RUN, *words]
-    environ = {**os.environ, "PYTHONPATH": import_path()}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python(folder, *([] if direct else ["-c", RUN]), *words)
     return done.returncode, done.stdout, done.stderr
 
 

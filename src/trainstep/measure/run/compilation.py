@@ -65,11 +65,10 @@ class Compilations:
         return rows
 
     def take_breaks(self) -> list[dict[str, Any]]:
-        """The graph breaks since the last call, by reason and line."""
-        utils = sys.modules.get("torch._dynamo.utils")
-        if utils is None:
+        """The graph breaks until the last poll that this has not returned yet, by reason and line."""
+        if self._utils is None:
             return []
-        reasons = utils.graph_break_reasons
+        reasons = self._utils.graph_break_reasons
         if len(reasons) < self._breaks:  # torch._dynamo.reset() has emptied the list
             self._breaks = 0
         counted: dict[tuple[str, str, int], int] = {}
@@ -86,11 +85,10 @@ class Compilations:
     @property
     def facts(self) -> Mapping[str, int | None]:
         """compiled_graphs and graph_breaks since the watch began; none of them where nothing was compiled."""
-        utils = sys.modules.get("torch._dynamo.utils")
-        if utils is None or not self._compiled:
+        if self._utils is None or not self._compiled:
             return {}
         # A script may clear torch's counters.
-        graphs, breaks = (max(now - then, 0) for now, then in zip(_counted(utils), self._before, strict=True))
+        graphs, breaks = (max(now - then, 0) for now, then in zip(_counted(self._utils), self._before, strict=True))
         return {"compiled_graphs": graphs, "graph_breaks": breaks, "recompilations": self.recompilations}
 
 

@@ -65,19 +65,18 @@ class Hooks:
 
     def install(self) -> None:
         """Install all hooks but those of modules."""
-        before, after = (
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        )
-        self._undo += [before.remove, after.remove]
-        self._replace(torch.autograd, "backward", self._followed_backward)
-        self._replace(_BaseDataLoaderIter, "__next__", self._followed_loader)
-        self._replace(DataLoader, "__iter__", self._followed_loader)
-        self._replace(torch.amp.GradScaler, "step", self._followed_scaler)
-        self._replace(torch.jit, "script", self._without_hooks)
-        self._replace(torch, "compile", self._following_compiled)
-        self._replace(torch.nn.Module, "compile", self._following_compiled_in_place)
-        self._replace(torch.nn.Module, "__getstate__", _state_without_hooks)
+        self._undo += [
+            register_optimizer_step_pre_hook(self._before_update).remove,
+            register_optimizer_step_post_hook(self._after_update).remove,
+            _replace(torch.autograd, "backward", self._followed_backward),
+            _replace(_BaseDataLoaderIter, "__next__", self._followed_loader),
+            _replace(DataLoader, "__iter__", self._followed_loader),
+            _replace(torch.amp.GradScaler, "step", self._followed_scaler),
+            _replace(torch.jit, "script", self._without_hooks),
+            _replace(torch, "compile", self._following_compiled),
+            _replace(torch.nn.Module, "compile", self._following_compiled_in_place),
+            _replace(torch.nn.Module, "__getstate__", _state_without_hooks),
+        ]
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: _call(forget))
 
@@ -88,8 +87,8 @@ class Hooks:
         for module in self.followed:
             compiled = getattr(module, "_compiled_call_impl", None)
             if compiled is not None:  # `module.compile()`: hooks would be traced into its graph
-                self._replace(module, "_compiled_call_impl", functools.partial(self._followed_call, module))
-                self._undo_modules.append(self._undo.pop())
+                followed_call = functools.partial(self._followed_call, module)
+                self._undo_modules.append(_replace(module, "_compiled_call_impl", followed_call))
                 continue
             before = module.register_forward_pre_hook(_ModuleHook(self._before_forward))
             # Always called, because a step that fails may be caught by the script, which then goes on
@@ -208,7 +207,7 @@ class Hooks:
         return script_without_hooks
 
     def _following_compiled(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
-        """Of a followed module that is compiled, the compiled one is followed too: hooks in what is traced do nothing."""
+        """A module that torch.compile makes of a followed one is followed as well: hooks in what is traced do nothing."""
 
         @functools.wraps(compile_)
         def compile_and_follow(*arguments: Any, **options: Any) -> Any:
@@ -222,7 +221,7 @@ class Hooks:
         return compile_and_follow
 
     def _following_compiled_in_place(self, compile_: Callable[..., None]) -> Callable[..., None]:
-        """The same of `module.compile()`."""
+        """`module.compile()` replaces the module's call, so the module is followed anew."""
 
         @functools.wraps(compile_)
         def compile_and_follow(module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
@@ -260,18 +259,6 @@ class Hooks:
             self._clock.leave(part)
             self.forwards += part is Part.FORWARD and not self._forward_parts
 
-    def _replace(self, owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace a function by another, and note how to restore it."""
-        original = getattr(owner, name)
-        followed = made(original)
-
-        def put_back() -> None:
-            if getattr(owner, name) is followed:
-                setattr(owner, name, original)
-
-        setattr(owner, name, followed)
-        self._undo.append(put_back)
-
 
 class _ModuleHook:
     """A hook in a module of the script. Copies and pickles of the module are without it (`_state_without_hooks`).
@@ -288,6 +275,19 @@ class _ModuleHook:
     def __reduce__(self) -> tuple[Any, ...]:
         # A method of Python's own that takes anything and returns None
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _replace(owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace a function by what `made` makes of it. Returns what restores it, unless something else has replaced it since."""
+    original = getattr(owner, name)
+    followed = made(original)
+
+    def put_back() -> None:
+        if getattr(owner, name) is followed:
+            setattr(owner, name, original)
+
+    setattr(owner, name, followed)
+    return put_back
 
 
 def _state_without_hooks(state_of: Callable[[torch.nn.Module], Any]) -> Callable[[torch.nn.Module], Any]:

@@ -219,9 +219,7 @@ def end_forked(code: int) -> NoReturn:
     """
     join_threads()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    _flush_streams()
     os._exit(code & 0xFF)
 
 
@@ -259,9 +257,7 @@ class LastOfAll:
 
     def _act(self) -> None:
         if self.interrupted and os.getpid() == self._process:
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError, AttributeError):
-                    stream.flush()
+            _flush_streams()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -311,6 +307,13 @@ def _exited(error: SystemExit) -> Ended:
         with suppress(Exception):  # a stream that the script closed, an object's own __str__: Python goes on as well
             print(text, end="", file=sys.__stderr__ if sys.stderr is None else sys.stderr)
     return Ended(code=1, words=ending_words(error))
+
+
+def _flush_streams() -> None:
+    """Flush standard output and error, which the script may have closed or replaced."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def _first_line(error: BaseException) -> str:

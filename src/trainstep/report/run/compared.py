@@ -7,8 +7,8 @@ the runs of one script share, but a before and an after differ in something. So 
 nothing is common by less and less of it, as long as no cells of one file become one.
 
 One process may be slower than another for as long as it lives (records/compare.py), and the steps of one run do not show that: of
-ten runs of one script, compared by their steps, 40 of 45 pairs were called different. So a run is one value, the median of its
-steps, and there is a verdict from five runs a side on.
+ten runs of one script, compared by their steps, 33 of 45 pairs are called different (results/cpu/equal_runs.py). So a run is one
+value, the median of its steps, and there is a verdict from five runs a side on.
 """
 
 import statistics
